@@ -1,0 +1,195 @@
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, asdict, fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdvars.options import MODES, OPTION_TABLE, RULES, Options, resolve
+
+READY = [mode for mode in MODES if mode not in ("distributed_all_reduce", "distributed_replicated")]
+NAMES = [field.name for field in fields(Options)]
+DEFAULTS = Options()
+
+
+def other_values(name):
+    """Values of the right type that are not the default."""
+    rule = RULES[name]
+    if name == "all_reduce_spec":
+        return st.just("collective#2")
+    if rule.choices:
+        return st.sampled_from([choice for choice in rule.choices if choice != getattr(DEFAULTS, name)])
+    if rule.kind is bool:
+        return st.just(not getattr(DEFAULTS, name))
+    if rule.kind is int:
+        return st.integers(1, 10**9)
+    return st.floats(0.001, 1e6).filter(lambda value: value != getattr(DEFAULTS, name))
+
+
+def test_the_table_covers_every_option_and_mode():
+    assert list(OPTION_TABLE) == NAMES == list(RULES)
+    assert all(tuple(row) == MODES for row in OPTION_TABLE.values())
+    assert all(reason is None or reason for row in OPTION_TABLE.values() for reason in row.values())
+
+
+@pytest.mark.parametrize("mode", READY)
+def test_defaults(mode):
+    wanted = {**asdict(DEFAULTS), "all_reduce_spec": "collective" if mode == "collective_all_reduce" else None}
+    assert asdict(resolve(mode)) == wanted
+    assert resolve(mode, **dict.fromkeys(NAMES)) == resolve(mode)
+    assert resolve(mode, **asdict(DEFAULTS)) == resolve(mode)
+    json.dumps(asdict(resolve(mode)))
+
+
+@given(st.sampled_from(READY), st.sampled_from(NAMES), st.data())
+def test_valid_or_refused_as_the_table_says(mode, name, data):
+    value = data.draw(other_values(name))
+    options = {name: value}
+    if name == "agg_small_grads_max_group":
+        options["agg_small_grads_max_bytes"] = 1024
+    reason = OPTION_TABLE[name][mode]
+    if reason is None:
+        assert getattr(resolve(mode, **options), name) == value
+        return
+    with pytest.raises(ValueError) as caught:
+        resolve(mode, **options)
+    assert f"create({mode!r})" in str(caught.value)
+    if len(options) == 1:
+        assert name in str(caught.value) and repr(value) in str(caught.value) and reason in str(caught.value)
+
+
+def test_the_modes_that_hold_an_option():
+    def valid(name):
+        return [mode for mode in READY if OPTION_TABLE[name][mode] is None]
+
+    all_reduce = ["replicated", "collective_all_reduce", "horovod"]
+    assert valid("all_reduce_spec") == ["replicated", "collective_all_reduce"]
+    assert valid("placement") == valid("reduce_to_owner") == ["parameter_server"]
+    assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
+    assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
+    assert valid("staged_vars") == valid("use_fp16") == valid("variable_consistency") == []
+    assert valid("average") == valid("fusion") == [*all_reduce, "parameter_server"]
+    assert valid("gradient_clip") == READY
+
+
+@pytest.mark.parametrize("mode", ["distributed_all_reduce", "distributed_replicated"])
+def test_later_modes_are_refused(mode):
+    with pytest.raises(ValueError, match=f"{mode}.*not part of this version"):
+        resolve(mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        ({"staged_vars": True}, "not part of this version"),
+        ({"variable_consistency": "relaxed"}, "not part of this version"),
+        ({"use_fp16": True}, "not part of this version"),
+        ({"fp16_loss_scale": 128}, "not part of this version"),
+        ({"hierarchical_copy": True}, "not part of this version"),
+        ({"local_parameter_device": "gpu"}, "not part of this version"),
+        ({"gradient_repacking": 2}, "fusion="),
+        ({"all_reduce_spec": "xring"}, "reduce_to_owner="),
+        ({"reduce_to_owner": "ring"}, "'all_to_all', 'reduce_scatter', 'all_reduce'"),
+        ({"placement": "element"}, "did you mean 'elements'"),
+        ({"gradient_clip": 0.0}, "more than 0"),
+        ({"gradient_clip": float("nan")}, "finite"),
+        ({"stall_seconds": -1}, "at least 0"),
+        ({"verify_every": -1}, "at least 0"),
+    ],
+)
+def test_refused_in_parameter_server(options, fragment):
+    with pytest.raises(ValueError, match="create") as caught:
+        resolve("parameter_server", **options)
+    assert fragment in str(caught.value) and next(iter(options)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"average": 1}, TypeError),
+        ({"average": "yes"}, TypeError),
+        ({"verify_every": True}, TypeError),
+        ({"verify_every": 2.0}, TypeError),
+        ({"verify_every": "2"}, TypeError),
+        ({"gradient_clip": "1"}, TypeError),
+        ({"gradient_clip": False}, TypeError),
+        ({"fusion": 1}, TypeError),
+        ({"fusion": "Pack"}, ValueError),
+        ({"gradient_repacking": -1}, ValueError),
+        ({"allreduce_merge_scope": 0}, ValueError),
+    ],
+)
+def test_wrong_types_and_values(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        resolve("horovod", **options)
+
+
+def test_unknown_names_get_a_suggestion():
+    with pytest.raises(ValueError, match="did you mean 'parameter_server'.*independent"):
+        resolve("parameter_sever")
+    with pytest.raises(TypeError, match="unknown option 'fuson'; did you mean 'fusion'"):
+        resolve("horovod", fuson="pack")
+    with pytest.raises(TypeError, match="mode must be"):
+        resolve(None)
+
+
+def test_two_ways_to_choose_buckets_contradict():
+    ways = {
+        "fusion": "pack",
+        "agg_small_grads_max_bytes": 100,
+        "gradient_repacking": 2,
+        "allreduce_merge_scope": 3,
+    }
+    for first in ways:
+        for second in ways:
+            if first != second:
+                with pytest.raises(ValueError, match="contradict"):
+                    resolve("horovod", **{first: ways[first], second: ways[second]})
+    assert resolve("horovod", fusion="auto", gradient_repacking=2).gradient_repacking == 2
+    assert resolve("horovod", fusion="pack", gradient_repacking=0).gradient_repacking is None
+    with pytest.raises(ValueError, match="agg_small_grads_max_bytes"):
+        resolve("horovod", agg_small_grads_max_group=4)
+
+
+def test_all_reduce_spec():
+    assert resolve("replicated", all_reduce_spec="pscpu#3").all_reduce_spec == "pscpu#3"
+    assert resolve("replicated", all_reduce_spec="nccl").all_reduce_spec == "nccl"
+    assert resolve("collective_all_reduce", all_reduce_spec="collective#2").all_reduce_spec == "collective#2"
+    for mode, text, fragment in [
+        ("replicated", "xring:4K:nccl", "hybrid"),
+        ("replicated", "xrng", "did you mean 'xring'"),
+        ("replicated", "", "empty"),
+        ("replicated", "nccl#2", "drop '#2'"),
+        ("replicated", "nccl/rechd", "not part of this version"),
+        ("replicated", "pscpu/pscpu#2", "not part of this version"),
+        ("collective_all_reduce", "xring", "collective#k"),
+        ("collective_all_reduce", "collective:1M:collective", "one range"),
+    ]:
+        with pytest.raises(ValueError, match="all_reduce_spec") as caught:
+            resolve(mode, all_reduce_spec=text)
+        assert fragment in str(caught.value) and repr(text) in str(caught.value)
+
+
+def test_numpy_values_become_plain():
+    options = resolve("horovod", verify_every=np.int64(3), gradient_clip=np.float32(0.5), average=np.bool_(False))
+    assert (options.verify_every, options.gradient_clip, options.average) == (3, 0.5, False)
+    json.dumps(asdict(options))
+
+
+def test_options_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        resolve("horovod").fusion = "none"
+
+
+def test_a_wrong_option_is_refused_without_tensorflow():
+    code = (
+        "import sys\nfrom hvdvars.options import resolve\n"
+        "try: resolve('horovod', placement='elements')\n"
+        "except ValueError as error: print(error)\n"
+        "print(sorted({'tensorflow', 'horovod', 'mpi4py', 'numpy'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "placement='elements' is refused" in out[0] and out[1] == "[]"
