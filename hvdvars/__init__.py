@@ -1,0 +1,1 @@
+"""Variable management for TensorFlow on Horovod."""
