@@ -35,10 +35,10 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the launcher told this process; ``None`` for what it did not tell.
+    """What the launcher told this process; `None` for what it did not tell.
 
-    ``name`` is ``horovodrun-gloo``, ``horovodrun-mpi``, ``mpirun`` (Open MPI), ``mpich`` (PMI: MPICH, Intel MPI),
-    ``srun`` or ``none``; ``variables`` are all launcher variables in the environment, also those of other launchers.
+    `name` is `horovodrun-gloo`, `horovodrun-mpi`, `mpirun` (Open MPI), `mpich` (PMI: MPICH, Intel MPI),
+    `srun` or `none`; `variables` are all launcher variables in the environment, also those of other launchers.
     """
 
     name: str
@@ -66,8 +66,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launcher:
 def prepare_environment(launcher: Launcher, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """Set what MPI needs before it initialises, where the user set nothing, and return what was set.
 
-    ``OPAL_PREFIX`` for Open MPI's wheel, which aborts without it when no mpirun started the process; and
-    ``TRANSPORT_DEFAULTS``, unless ``HVDVARS_TRANSPORT_DEFAULTS=0``, Gloo carries the data, or any ``coll_tuned``
+    `OPAL_PREFIX` for Open MPI's wheel, which aborts without it when no mpirun started the process; and
+    `TRANSPORT_DEFAULTS`, unless `HVDVARS_TRANSPORT_DEFAULTS=0`, Gloo carries the data, or any `coll_tuned`
     parameter is set in the environment or in a parameter file. Local. Raises ValueError for a wrong switch.
     """
     wanted: dict[str, str] = {}
@@ -88,7 +88,7 @@ def allowed_cpus() -> list[int]:
 def share_threads(masks: Sequence[Sequence[int]], local_rank: int) -> int:
     """Threads for this rank: its CPUs, each one shared out among the local ranks that may run on it; at least 1.
 
-    ``masks`` holds the allowed CPUs of every local rank, in order of local rank. Local. Raises ValueError for a
+    `masks` holds the allowed CPUs of every local rank, in order of local rank. Local. Raises ValueError for a
     local rank without a mask or a mask without CPUs.
     """
     if not 0 <= local_rank < len(masks):
@@ -103,7 +103,7 @@ def share_threads(masks: Sequence[Sequence[int]], local_rank: int) -> int:
 def refuse_split_world(launcher: Launcher, size: int) -> None:
     """Refuse a world of one rank where the launcher started several: each would train alone as rank 0 of 1.
 
-    ``size`` is the size of the live world. Local. Raises RuntimeError with the variables seen and the fix.
+    `size` is the size of the live world. Local. Raises RuntimeError with the variables seen and the fix.
     """
     if size != 1 or launcher.size is None or launcher.size == 1:
         return
@@ -178,7 +178,7 @@ def _slurm(environ: Mapping[str, str], seen: dict[str, str]) -> Launcher | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form, ``2(x3),1``, written out; empty where it cannot be read."""
+    """Slurm's short form, `2(x3),1`, written out; empty where it cannot be read."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

@@ -1,6 +1,6 @@
-"""The options of ``create``: their types, choices and defaults, and the modes in which each one means something.
+"""The options of `create`: their types, choices and defaults, and the modes in which each one means something.
 
-Pure Python, so that a wrong option is refused before TensorFlow or Horovod is loaded. An option given as ``None``, or
+Pure Python, so that a wrong option is refused before TensorFlow or Horovod is loaded. An option given as `None`, or
 with its default value, counts as not given; any other value is valid in the mode or refused with the reason.
 """
 
@@ -29,7 +29,7 @@ MODES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Options:
-    """The options in force, one field each; see ``RULES`` for what each one means."""
+    """The options in force, one field each; see `RULES` for what each one means."""
 
     average: bool = True
     all_reduce_spec: str | None = None
@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one option takes: ``kind`` is bool, int, float or str; a str has ``choices``, a number a ``minimum``."""
+    """What one option takes: `kind` is bool, int, float or str; a str has `choices`, a number a `minimum`."""
 
     kind: type
     help: str
@@ -119,7 +119,7 @@ _NO_SPEC = {
 
 
 def _refusals(name: str) -> dict[str, str]:
-    """Mode → why ``name`` cannot be set to anything but its default there."""
+    """Mode → why `name` cannot be set to anything but its default there."""
     if name in ("variable_consistency", "use_fp16", "hierarchical_copy") or name.startswith("fp16_"):
         return dict.fromkeys(MODES, _LATER)
     if name == "staged_vars":
@@ -149,7 +149,7 @@ def _table_row(name: str) -> dict[str, str | None]:
 
 
 OPTION_TABLE: dict[str, dict[str, str | None]] = {field.name: _table_row(field.name) for field in fields(Options)}
-"""Option → mode → ``None`` where every value is valid, or the reason why only the default is."""
+"""Option → mode → `None` where every value is valid, or the reason why only the default is."""
 
 _DEFAULTS = Options()
 _FUSION_CHOICES = ("fusion", "agg_small_grads_max_bytes", "gradient_repacking", "allreduce_merge_scope")
@@ -196,7 +196,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _check_value(mode: str, name: str, value: Any) -> Any:
-    """The value as a plain bool, int, float or str; ``None`` where it counts as not given."""
+    """The value as a plain bool, int, float or str; `None` where it counts as not given."""
     rule = RULES[name]
     if value is None:
         return None

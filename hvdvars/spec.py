@@ -1,10 +1,10 @@
-"""The grammar of ``all_reduce_spec``: which all-reduce algorithm takes tensors of which size.
+"""The grammar of `all_reduce_spec`: which all-reduce algorithm takes tensors of which size.
 
     spec  ::= range | range ":" limit ":" spec
     range ::= alg | alg "#" k
     limit ::= digits [K | k | M | G | T]        (1024-based, in elements)
 
-A tensor of at most ``limit`` elements goes to the range before that limit; the last range takes the rest.
+A tensor of at most `limit` elements goes to the range before that limit; the last range takes the rest.
 Pure Python: neither TensorFlow nor Horovod is needed to refuse a wrong spec.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 SHARDED = ("xring", "pscpu", "psgpu", "collective", "pscpu/pscpu")
-"""Algorithms for which ``#k`` means something."""
+"""Algorithms for which `#k` means something."""
 
 HIERARCHICAL = ("nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu")
 """Algorithms in two stages: inside the node, then across nodes."""
@@ -32,7 +32,7 @@ _UNITS = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 
 
 @dataclass(frozen=True)
 class Range:
-    """``alg`` on ``shards`` pieces, for tensors of at most ``limit`` elements (``None``: the rest)."""
+    """`alg` on `shards` pieces, for tensors of at most `limit` elements (`None`: the rest)."""
 
     alg: str
     shards: int = 1
@@ -40,9 +40,9 @@ class Range:
 
 
 def parse(text: str) -> tuple[Range, ...]:
-    """Read an ``all_reduce_spec``; limits ascend and only the last range has none.
+    """Read an `all_reduce_spec`; limits ascend and only the last range has none.
 
-    Local. Raises TypeError if ``text`` is not a string, ValueError that quotes the spec and the wrong part otherwise.
+    Local. Raises TypeError if `text` is not a string, ValueError that quotes the spec and the wrong part otherwise.
     """
     if not isinstance(text, str):
         raise TypeError(f"all_reduce_spec: expected a string such as 'xring#2', got {text!r} ({type(text).__name__})")
@@ -64,7 +64,7 @@ def parse(text: str) -> tuple[Range, ...]:
 
 
 def unparse(ranges: Sequence[Range]) -> str:
-    """Write ranges as a spec that :func:`parse` reads back to the same ranges. Local."""
+    """Write ranges as a spec that `parse` reads back to the same ranges. Local."""
     parts: list[str] = []
     for part in ranges:
         parts.append(part.alg if part.shards == 1 else f"{part.alg}#{part.shards}")
@@ -74,7 +74,7 @@ def unparse(ranges: Sequence[Range]) -> str:
 
 
 def select(ranges: Sequence[Range], elements: int) -> int:
-    """Index of the range that takes a tensor of ``elements`` elements. Local."""
+    """Index of the range that takes a tensor of `elements` elements. Local."""
     for index, part in enumerate(ranges):
         if part.limit is None or elements <= part.limit:
             return index

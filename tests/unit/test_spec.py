@@ -62,8 +62,32 @@ def test_units_are_1024_based(unit):
 def test_every_mutilated_spec_is_refused_and_quoted(wanted, data):
     parts = unparse(wanted).split(":")
     at = data.draw(st.integers(0, len(parts) - 1), label="part")
-    bad = data.draw(st.sampled_from(["", " ", "-1", "0", "1.5", "ring", "xring#", "xring#0", "xring#-1", "xring#a",
-                                     "xring#1.0", "#2", "xring#1#2", "4KB", "4m", "K", "٣", "1e3", " 4", "+4"]))
+    bad = data.draw(
+        st.sampled_from(
+            [
+                "",
+                " ",
+                "-1",
+                "0",
+                "1.5",
+                "ring",
+                "xring#",
+                "xring#0",
+                "xring#-1",
+                "xring#a",
+                "xring#1.0",
+                "#2",
+                "xring#1#2",
+                "4KB",
+                "4m",
+                "K",
+                "٣",
+                "1e3",
+                " 4",
+                "+4",
+            ]
+        )
+    )
     parts[at] = bad
     text = ":".join(parts)
     refused(text)
