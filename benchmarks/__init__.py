@@ -1,0 +1,1 @@
+"""The benchmark of hvdvars: `python -m benchmarks` (or `make bench`)."""

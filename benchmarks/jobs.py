@@ -1,0 +1,262 @@
+"""Sets of worker processes that take commands over a Unix socket, and sleep (SIGSTOP) while others are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import JOBS, JobSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_SECONDS = 10.0
+LOG_LINES = 25
+_NUMBERS = itertools.count()
+
+
+class JobError(RuntimeError):
+    """A job failed, hung or could not start; the message names job and rank and ends with the job's log."""
+
+    def __init__(self, job: str, message: str) -> None:
+        super().__init__(message)
+        self.job = job
+
+
+def _end_with_parent(number: int) -> Callable[[], None]:
+    """Something to run in a new child: it gets this signal when the orchestrator dies, even by SIGKILL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_parent_death_signal = 1
+    return lambda: libc.prctl(set_parent_death_signal, number)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class Job:
+    """One environment's worker processes, `ranks` of them."""
+
+    def __init__(self, spec: JobSpec, ranks: int, folder: Path, limit: float, environment: dict[str, str]) -> None:
+        self.spec = spec
+        self.ranks = ranks
+        self.deadline = time.monotonic() + limit
+        self._limit = int(limit)
+        self._environment = {**os.environ, **environment, **spec.environment}
+        label = f"{spec.name}-{ranks}-{next(_NUMBERS)}"
+        self._socket_path = folder / f"{label}.sock"
+        self._log_path = folder / f"{label}.log"
+        self._launched: list[subprocess.Popen[bytes]] = []
+        self._channels: list[socket.socket] = []
+        self._received: list[bytes] = []
+        self._processes: list[int] = []
+        self._suspended = False
+        self.ready: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Launches the workers and waits until all of them are ready; leaves them suspended."""
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(self._socket_path))
+            server.listen(self.ranks)
+            self._launch()
+            self._accept(server)
+        self.ready = self._collect(time.monotonic() + 180)
+        self.suspend()
+
+    def ask(self, command: dict[str, Any], timeout: float = 300.0) -> list[dict[str, Any]]:
+        """Wakes the job, has every rank run the command, suspends it; the answers in rank order."""
+        self.resume()
+        line = json.dumps(command).encode() + b"\n"
+        try:
+            for channel in self._channels:
+                channel.sendall(line)
+        except OSError as error:
+            raise self._failure(f"a rank is gone ({error})") from error
+        answers = self._collect(min(self.deadline, time.monotonic() + timeout))
+        self.suspend()
+        return answers
+
+    def suspend(self) -> None:
+        """Stops exactly the processes that reported themselves."""
+        if self.spec.suspend:
+            self._signal(signal.SIGSTOP)
+            self._suspended = True
+
+    def resume(self) -> None:
+        """Lets them run again."""
+        if self._suspended:
+            self._signal(signal.SIGCONT)
+        self._suspended = False
+
+    def end(self) -> None:
+        """Ends every process of the job: politely first, then by signal. Never raises."""
+        self._signal(signal.SIGCONT)
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.sendall(b'{"do": "exit"}\n')
+                channel.close()
+        for stop in (None, signal.SIGTERM, signal.SIGKILL):
+            if stop is signal.SIGKILL:
+                self._signal(signal.SIGKILL)
+            for process in self._launched:
+                if stop is not None and process.poll() is None:
+                    process.send_signal(stop)
+            if self._wait_all(GRACE_SECONDS):
+                break
+        for descriptor in self._processes:
+            os.close(descriptor)
+        self._processes = []
+
+    def _launch(self) -> None:
+        worker = [sys.executable, "-m", "benchmarks.worker", "--job", self.spec.name, "--limit", str(self._limit)]
+        worker += ["--socket", str(self._socket_path)]
+        if self.spec.mpi:
+            mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+            if mpirun is None:
+                message = "mpirun was found neither beside this Python nor on PATH: run scripts/setup.sh"
+                raise JobError(self.spec.name, message)
+            options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            options += ["--oversubscribe", "--bind-to", "none", "--timeout", str(self._limit), "-np", str(self.ranks)]
+            self._popen([mpirun, *options, *worker], {}, signal.SIGTERM)
+            return
+        hosts = [f"127.0.0.1:{port}" for port in _free_ports(self.ranks)]
+        for rank in range(self.ranks):
+            cluster = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": rank}}
+            names = {"BENCHMARK_RANK": str(rank), "BENCHMARK_SIZE": str(self.ranks), "TF_CONFIG": json.dumps(cluster)}
+            self._popen(worker, names, signal.SIGKILL)
+
+    def _popen(self, command: list[str], names: dict[str, str], death_signal: int) -> None:
+        # A session of its own: Ctrl-C reaches the orchestrator alone, which then ends the jobs in order.
+        with self._log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**self._environment, **names},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent(death_signal),
+            )
+        self._launched.append(process)
+
+    def _accept(self, server: socket.socket) -> None:
+        server.settimeout(1.0)
+        found: dict[int, tuple[socket.socket, int]] = {}
+        deadline = time.monotonic() + 60
+        while len(found) < self.ranks:
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self._launched):
+                raise self._failure(f"{len(found)} of {self.ranks} ranks reported themselves")
+            try:
+                channel, _ = server.accept()
+            except TimeoutError:
+                continue
+            hello = json.loads(channel.recv(1 << 16))
+            found[hello["rank"]] = (channel, os.pidfd_open(hello["pid"]))
+            channel.sendall(b"start\n")
+        for rank in range(self.ranks):
+            channel, process = found[rank]
+            self._channels.append(channel)
+            self._processes.append(process)
+        self._received = [b""] * self.ranks
+
+    def _collect(self, deadline: float) -> list[dict[str, Any]]:
+        """One line of JSON from every rank; the first error or hang ends the wait."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.ranks:
+            waiting = [self._channels[rank] for rank in range(self.ranks) if rank not in answers]
+            readable, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                missing = [rank for rank in range(self.ranks) if rank not in answers]
+                raise self._failure(f"no answer in time from rank(s) {missing}")
+            for channel in readable:
+                rank = self._channels.index(channel)
+                try:
+                    data = channel.recv(1 << 20)
+                except OSError:
+                    data = b""
+                if not data:
+                    raise self._failure(f"rank {rank} ended")
+                self._received[rank] += data
+                if self._received[rank].endswith(b"\n"):
+                    answers[rank] = json.loads(self._received[rank])
+                    self._received[rank] = b""
+                    if "error" in answers[rank]:
+                        raise self._failure(f"rank {rank}: {answers[rank]['error']}")
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def _failure(self, what: str) -> JobError:
+        log = self._log_path.read_text(errors="replace").splitlines() if self._log_path.exists() else []
+        tail = "\n".join(f"    {line}" for line in log[-LOG_LINES:])
+        return JobError(self.spec.name, f"job {self.spec.name} ({self.ranks} ranks): {what}\n{tail}")
+
+    def _signal(self, number: int) -> None:
+        for descriptor in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, number)
+
+    def _wait_all(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        for process in self._launched:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+
+class Pool:
+    """The jobs of one number of ranks, started when first asked for and all ended on the way out."""
+
+    def __init__(self, ranks: int, folder: Path, limit: float, environment: dict[str, str]) -> None:
+        self.ranks = ranks
+        self._arguments = (ranks, folder, limit, environment)
+        self._jobs: dict[str, Job] = {}
+
+    def job(self, name: str) -> Job:
+        """The running job of this name; JobError if it cannot start."""
+        if name not in self._jobs:
+            job = Job(JOBS[name], *self._arguments)
+            self._jobs[name] = job
+            try:
+                job.start()
+            except BaseException:
+                self.drop(name)
+                raise
+        return self._jobs[name]
+
+    def started(self, name: str) -> bool:
+        """Whether the job of this name is running."""
+        return name in self._jobs
+
+    def drop(self, name: str) -> None:
+        """Ends a job; the next `job(name)` starts a fresh one."""
+        if name in self._jobs:
+            self._jobs.pop(name).end()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        # A second Ctrl-C must not leave processes behind.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for name in list(self._jobs):
+            self.drop(name)
+        signal.signal(signal.SIGINT, previous)

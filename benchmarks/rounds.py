@@ -1,0 +1,136 @@
+"""Interleaved rounds: every round runs each contender for one short block, in a new random order."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.contenders import Contender
+from benchmarks.jobs import Job, JobError, Pool
+from benchmarks.profiles import PROFILES
+
+# Variables, gradients, reduced gradients and what a step needs besides, in bytes of the profile.
+COPIES = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure: seconds are per block of one contender, `cold` blocks are one step without warm-up."""
+
+    rounds: int
+    block_seconds: float
+    cold: bool = False
+    seed: int = 0
+    memory_share: float = 0.5
+
+
+@dataclass
+class Series:
+    """What one part measured on one profile and number of ranks: by contender, seconds per step of every round."""
+
+    part: str
+    ranks: int
+    profile: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, list[Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return asdict(self)
+
+
+class Rounds:
+    """Measures one Series."""
+
+    def __init__(self, pool: Pool, part: str, profile: str, contenders: Iterable[Contender], settings: Settings):
+        self.series = Series(part, pool.ranks, profile)
+        self._pool = pool
+        self._contenders = list(contenders)
+        self._settings = settings
+        self._order = random.Random(settings.seed)
+        self._kept = _fits(PROFILES[profile].bytes, pool.ranks, self._contenders, settings.memory_share)
+
+    def measure(self, tick: Callable[[str], None]) -> Series:
+        """Prepares every contender, runs all rounds, frees what was made; a failing job loses its contenders only."""
+        for contender in self._contenders:
+            tick(f"{contender.name}: prepare")
+            self._attempt(contender, self._prepare)
+        for number in range(self._settings.rounds):
+            for contender in self._shuffled():
+                tick(f"{contender.name}: round {number + 1}")
+                self._attempt(contender, self._block)
+        for name in self._alive_jobs():
+            try:
+                self._free(self._pool.job(name))
+            except JobError:
+                self._pool.drop(name)
+        complete = {name: times for name, times in self.series.seconds.items() if name not in self.series.failed}
+        self.series.seconds = complete
+        return self.series
+
+    def _shuffled(self) -> list[Contender]:
+        """All contenders in random order; when only one job's data fits in memory, job after job."""
+        order = self._order.sample(self._contenders, len(self._contenders))
+        if not self._kept:
+            jobs = list(dict.fromkeys(contender.job for contender in order))
+            order.sort(key=lambda contender: jobs.index(contender.job))
+        return order
+
+    def _attempt(self, contender: Contender, action: Callable[[Contender], None]) -> None:
+        if contender.name in self.series.failed:
+            return
+        try:
+            action(contender)
+        except JobError as error:
+            self._pool.drop(error.job)
+            for other in self._contenders:
+                if other.job == error.job:
+                    self.series.failed.setdefault(other.name, f"while {contender.name} ran: {error}")
+
+    def _prepare(self, contender: Contender) -> None:
+        job = self._pool.job(contender.job)
+        command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
+        answers = job.ask(command)
+        seconds = max(answer["seconds"] for answer in answers)
+        self.series.reports[contender.name] = [answer["report"] for answer in answers]
+        steps = min(500, max(2, math.ceil(self._settings.block_seconds / seconds)))
+        self.series.steps[contender.name] = 1 if self._settings.cold else steps
+        if not self._kept:
+            self._free(job)
+
+    def _block(self, contender: Contender) -> None:
+        if not self._kept:
+            self._make_room(contender)
+        job = self._pool.job(contender.job)
+        steps = self.series.steps[contender.name]
+        warmup = 0 if self._settings.cold else min(3, steps)
+        answers = job.ask({"do": "block", "contender": contender.name, "warmup": warmup, "steps": steps})
+        times = self.series.seconds.setdefault(contender.name, [])
+        times.append(max(answer["seconds"] for answer in answers))
+
+    def _make_room(self, contender: Contender) -> None:
+        """Frees what the other jobs hold and builds this contender's data anew, outside the timed block."""
+        for name in self._alive_jobs():
+            if name != contender.job:
+                self._free(self._pool.job(name))
+        command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
+        self._pool.job(contender.job).ask(command)
+
+    def _alive_jobs(self) -> list[str]:
+        return [name for name in dict.fromkeys(one.job for one in self._contenders) if self._pool.started(name)]
+
+    def _free(self, job: Job) -> None:
+        job.ask({"do": "free"})
+
+
+def _fits(profile_bytes: int, ranks: int, contenders: list[Contender], share: float) -> bool:
+    """Whether every job may keep the profile's data in memory while it sleeps."""
+    import psutil
+
+    jobs = len({contender.job for contender in contenders})
+    return COPIES * profile_bytes * ranks * jobs < share * psutil.virtual_memory().available
