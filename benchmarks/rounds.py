@@ -69,8 +69,8 @@ class Rounds:
                 self._free(self._pool.job(name))
             except JobError:
                 self._pool.drop(name)
-        complete = {name: times for name, times in self.series.seconds.items() if name not in self.series.failed}
-        self.series.seconds = complete
+        names = [contender.name for contender in self._contenders if contender.name not in self.series.failed]
+        self.series.seconds = {name: self.series.seconds[name] for name in names}
         return self.series
 
     def _shuffled(self) -> list[Contender]:
