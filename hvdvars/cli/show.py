@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from tabulate import tabulate
+from tabulate import tabulate  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 _OWNERS_SHOWN = 8
@@ -101,7 +101,7 @@ def _balance(owners: list[int]) -> str:
     parts = [f"rank {rank} {megabytes(size)}" for rank, size in enumerate(owners)]
     if len(owners) > _OWNERS_SHOWN:
         parts = [f"{megabytes(min(owners))} to {megabytes(max(owners))} on {len(owners)} ranks"]
-    return f"{', '.join(parts)} (largest ÷ mean {worst:.2f})"
+    return f"{', '.join(parts)} (largest/mean {worst:.2f})"
 
 
 def megabytes(count: float) -> str:

@@ -149,12 +149,12 @@ def _settings(flags: TrainFlags, dataset: Dataset, trainer: Trainer) -> dict[str
 def _work_rows(flags: TrainFlags, dataset: Dataset, trainer: Trainer) -> dict[str, str]:
     import hvdvars as hv
 
-    shape = "×".join(str(size) for size in dataset.input_shape)
+    shape = "x".join(str(size) for size in dataset.input_shape)
     rows = {
         "options": ", ".join(f"{name}={value}" for name, value in flags.options.items()),
         "model": f"{flags.model}, {trainer.parameters:,} parameters, input {shape}, {dataset.classes} classes",
         "data": f"{dataset.name}, {len(dataset.y_train):,} to train, {len(dataset.y_test):,} to test",
-        "steps": f"{trainer.steps_per_epoch} per epoch, {hv.size()} × {flags.batch_size} samples each",
+        "steps": f"{trainer.steps_per_epoch} per epoch, {hv.size()} x {flags.batch_size} samples each",
         "optimizer": f"{flags.optimizer}, learning rate {trainer.learning_rate:g}",
     }
     return {name: text for name, text in rows.items() if text}
