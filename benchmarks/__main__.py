@@ -103,8 +103,9 @@ def main() -> int:
     if options.show:
         show(json.loads(options.show.read_text()), options.show.with_suffix(".png"))
         return 0
-    # A polite kill ends the jobs in order, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A polite kill ends the jobs in order, as Ctrl-C does; a shell's background job starts with Ctrl-C ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     started = time.strftime("%Y%m%d-%H%M%S")
     try:
         with tempfile.TemporaryDirectory(prefix="hvdvars-bench-") as folder:
