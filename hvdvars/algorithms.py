@@ -1,0 +1,88 @@
+"""Algorithms of an all-reduce spec, and ways to an owner, in terms of collectives on flat buffers.
+
+Every function sums a flat buffer over all ranks; `scale` multiplies the sum (1 / ranks for a mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hvdvars import collectives
+from hvdvars.placement import split_evenly
+from hvdvars.session import world
+
+WAYS = ("all_to_all", "reduce_scatter", "all_reduce")
+"""The ways that gradients reach their owner."""
+
+
+def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int) -> tf.Tensor:
+    """The summed buffer, the same on every rank. Collective: every rank of the group calls it in the same order.
+
+    `alg` is `xring`, `nccl` or `collective` (one ring each on 1/`shards` of the buffer), or `pscpu`/`psgpu`: the
+    buffer in `shards` pieces, owned round robin, moved to their owners, summed there and gathered.
+    """
+    if alg in ("pscpu", "psgpu"):
+        return _shuffle(buffer, name, scale, shards)
+    if shards == 1:
+        return collectives.all_reduce(buffer, name, scale)
+    pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
+    used = [piece for piece in pieces if piece.shape[0]]
+    if alg == "collective":
+        return tf.concat(collectives.all_reduce_group(used, name, scale), 0)
+    return tf.concat([collectives.all_reduce(piece, f"{name}.{k}", scale) for k, piece in enumerate(used)], 0)
+
+
+def _shuffle(buffer: tf.Tensor, name: str, scale: float, shards: int) -> tf.Tensor:
+    """Pieces 0..shards-1 go to ranks 0, 1, … round robin."""
+    ranks = world().size
+    pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
+    order = sorted(range(shards), key=lambda k: (k % ranks, k))
+    counts = [0] * ranks
+    for k, piece in enumerate(pieces):
+        counts[k % ranks] += piece.shape[0]
+    moved = pieces[0] if shards == 1 else tf.concat([pieces[k] for k in order], 0)
+    whole = gather_parts(reduce_parts(moved, counts, name, scale, "all_to_all"), counts, name)
+    if shards <= ranks:
+        return whole
+    back = tf.split(whole, [pieces[k].shape[0] for k in order])
+    return tf.concat([back[order.index(k)] for k in range(shards)], 0)
+
+
+def reduce_parts(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, way: str) -> tf.Tensor:
+    """This rank's part of the summed buffer: `parts[r]` elements belong to rank r, in rank order.
+
+    Collective: every rank of the group calls it in the same order. `way` is one of `WAYS`: exact uneven pieces and a
+    local sum; a reduce-scatter of parts padded to the largest; or an all-reduce of which the rest is dropped.
+    """
+    rank, ranks = world().rank, world().size
+    if ranks == 1:
+        return collectives.all_reduce(buffer, name) * tf.cast(scale, buffer.dtype) if scale != 1.0 else buffer
+    if way == "all_reduce":
+        start = sum(parts[:rank])
+        return collectives.all_reduce(buffer, name, scale)[start : start + parts[rank]]
+    if way == "reduce_scatter":
+        largest = max(parts)
+        padded = [tf.pad(piece, [[0, largest - piece.shape[0]]]) for piece in tf.split(buffer, list(parts))]
+        return collectives.reduce_scatter(tf.concat(padded, 0), name, scale)[: parts[rank]]
+    received = tf.split(collectives.all_to_all(buffer, parts, f"{name}.shards"), [parts[rank]] * ranks)
+    return _sum(received, scale)
+
+
+def _sum(parts: Sequence[tf.Tensor], scale: float) -> tf.Tensor:
+    dtype = parts[0].dtype
+    # Half precision would round after each addend.
+    wide = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+    total = tf.cast(parts[0], wide)
+    for part in parts[1:]:
+        total += tf.cast(part, wide)
+    return tf.cast(total if scale == 1.0 else total * tf.cast(scale, wide), dtype)
+
+
+def gather_parts(part: tf.Tensor, parts: Sequence[int], name: str) -> tf.Tensor:
+    """The whole buffer on every rank, from each rank's part of `parts[rank]` elements.
+
+    Collective: every rank of the group calls it in the same order.
+    """
+    return tf.ensure_shape(collectives.all_gather(part, f"{name}.whole"), [sum(parts)])

@@ -1,0 +1,66 @@
+"""The same values everywhere: from one root rank, or from each variable's owner, in a handful of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdvars import check, collectives, fusion, optimizer
+from hvdvars.session import require_started
+from hvdvars.types import Variable
+
+
+def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str = "broadcast") -> None:
+    """Give each variable the value that it has on rank `root`, packed into one broadcast per dtype.
+
+    Collective: every rank of the group calls it in the same order, outside of graphs, with variables of the same
+    shapes and dtypes in the same order. Strings and other types that cannot be sent raise TypeError.
+
+    Raises:
+        RuntimeError: `hvdvars.init` has not been called.
+        TypeError: a dtype cannot be sent.
+    """
+    require_started("broadcast")
+    with tf.init_scope():
+        values = [tf.convert_to_tensor(optimizer.tf_variable(variable)) for variable in variables]
+        dtypes = [value.dtype.name for value in values]
+        plan = fusion.plan([value.shape for value in values], dtypes, small_bytes=None, max_bytes=None)
+        if collectives.size() == 1:
+            return
+        for bucket, buffer in zip(plan.buckets, fusion.pack(plan, values), strict=True):
+            received = collectives.broadcast(buffer, root, f"hvdvars.{name}.{bucket.dtype}")
+            for place, value in zip(bucket.places, fusion.cut(received, bucket.places), strict=True):
+                if collectives.rank() != root:
+                    variables[place.index].assign(value)
+
+
+def flatten_targets(targets: Any) -> list[Variable]:
+    """The variables in a variable, an optimizer, a model, or a list of these: what `mgr.broadcast` takes.
+
+    An optimizer counts with its step counter, learning rate and the slots that it has so far. Local.
+
+    Raises:
+        TypeError: something else is in there.
+    """
+    if isinstance(targets, (list, tuple)):
+        return [variable for target in targets for variable in flatten_targets(target)]
+    if hasattr(targets, "assign") and hasattr(targets, "shape"):
+        return [targets]
+    if hasattr(targets, "apply_gradients"):
+        return _unique([*optimizer.shared_state(targets), *optimizer.state(targets)])
+    if hasattr(targets, "trainable_variables") and hasattr(targets, "variables"):
+        return list(targets.variables)
+    raise TypeError(
+        f"broadcast: expected variables, optimizers or models, or a list of them, got {type(targets).__name__}"
+    )
+
+
+def _unique(variables: Sequence[Variable]) -> list[Variable]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def names_of(variables: Sequence[Variable]) -> list[str]:
+    """The variables' names. Local."""
+    return [check.name_of(variable) for variable in variables]

@@ -1,0 +1,407 @@
+"""Horovod's collectives as thin, checked functions with stable names: the only file that imports `horovod.tensorflow`.
+
+Each collective takes a tensor and a `name` that is equal on every rank, and exists once: wire types that Horovod lacks
+are converted here, one rank needs no communication, and eager calls run through a cached `tf.function`, because Horovod
+ignores the names of eager calls and would add up whatever comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdvars import launchenv, session
+from hvdvars.session import World, require_started, world
+
+# Horovod's own lists of wire types (horovod/tensorflow/mpi_ops.cc). What is missing travels as another type.
+_SUMMED = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
+_SUMMED_AS = {
+    "bfloat16": "float32",
+    "int16": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64",
+}
+_MOVED = _SUMMED | {"uint16", "int16", "bool"}
+_MOVED_AS = {
+    "bfloat16": "uint16",
+    "uint32": "int32",
+    "uint64": "int64",
+    "float8_e5m2": "uint8",
+    "float8_e4m3fn": "uint8",
+}
+_PAIRS = {"complex64": "float32", "complex128": "float64"}
+
+_uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+_SCATTERED = _SUMMED - {"uint8", "int8"}
+
+
+def init() -> None:
+    """Join the world: start MPI or Gloo and Horovod, pin the GPU, share out the CPUs. Calling it again does nothing.
+
+    Collective: every rank calls it first. The launcher's environment decides between MPI and Gloo; settings that make
+    MPI faster are made where the user made none (`HVDVARS_TRANSPORT_DEFAULTS=0` leaves them alone).
+
+    Raises:
+        RuntimeError: the launcher started several processes, and each would be rank 0 of 1.
+    """
+    if session.is_started():
+        return
+    launcher = launchenv.detect()
+    launchenv.prepare_environment(launcher)
+    mpi = None if launcher.name == "horovodrun-gloo" else session.start_mpi()
+    hvd.init()
+    launchenv.refuse_split_world(launcher, hvd.size())
+    session.start(
+        World(
+            rank=hvd.rank(),
+            size=hvd.size(),
+            local_rank=hvd.local_rank(),
+            local_size=hvd.local_size(),
+            cross_rank=hvd.cross_rank(),
+            cross_size=hvd.cross_size(),
+            transport=_transport(),
+        )
+    )
+    session.end_job_on_error(world(), mpi)
+    session.pin_gpu(world().local_rank)
+    session.set_threads(_local_masks(mpi), world().local_rank)
+
+
+def shutdown() -> None:
+    """Leave the world; `init` may be called again. Collective: every rank calls it."""
+    hvd.shutdown()
+    session.stop()
+
+
+def is_initialized() -> bool:
+    """Whether this process is part of a world. Local."""
+    return session.is_started()
+
+
+def rank() -> int:
+    """This process's number among all, from 0. Local. Raises RuntimeError before `init`."""
+    return require_started("rank").rank
+
+
+def size() -> int:
+    """How many ranks there are. Local. Raises RuntimeError before `init`."""
+    return require_started("size").size
+
+
+def local_rank() -> int:
+    """This process's number among those of its node. Local. Raises RuntimeError before `init`."""
+    return require_started("local_rank").local_rank
+
+
+def local_size() -> int:
+    """How many ranks this node has. Local. Raises RuntimeError before `init`."""
+    return require_started("local_size").local_size
+
+
+def cross_rank() -> int:
+    """The number of this rank's node among those that have its local rank. Local. Raises RuntimeError before `init`."""
+    return require_started("cross_rank").cross_rank
+
+
+def cross_size() -> int:
+    """How many nodes have this rank's local rank. Local. Raises RuntimeError before `init`."""
+    return require_started("cross_size").cross_size
+
+
+def nccl_built() -> bool:
+    """Whether this Horovod was built with NCCL. Local."""
+    return bool(hvd.nccl_built())
+
+
+def all_reduce(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
+    """Sum `tensor` over all ranks and multiply the sum by `scale`.
+
+    Collective: every rank of the group calls it in the same order. Shape and dtype are equal on all ranks and are those
+    of the result, which is bit-equal on all ranks.
+
+    Raises:
+        TypeError: bool and string tensors have no sum; integers have no exact scaled sum.
+    """
+    return all_reduce_group([tensor], name, scale)[0]
+
+
+def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0) -> list[tf.Tensor]:
+    """Sum each tensor over all ranks, as one Horovod group: all of them travel together or not at all.
+
+    Collective: every rank of the group calls it in the same order. The results are in the order of `tensors`, of which
+    all have one dtype.
+
+    Raises:
+        TypeError: as in `all_reduce`, or the dtypes differ.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    dtype = _one_dtype("all_reduce", tensors, name)
+    if scale != 1.0 and dtype.is_integer:
+        raise TypeError(
+            f"all_reduce: '{name}' has dtype {dtype.name}, whose scaled sum is not exact on rank {world().rank}. "
+            "Use average=False, or cast to a floating type."
+        )
+    wire = _reduction_type("all_reduce", dtype, name)
+
+    def communicate(name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        sent = [_to_wire(tensor, wire) for tensor in tensors]
+        if len(sent) == 1:
+            received = [_library().horovod_allreduce(sent[0], **_sum(scale), **_attributes(name))]
+        else:
+            received = _library().horovod_grouped_allreduce(sent, **_sum(scale), **_attributes(name))
+        return [_from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
+
+    if world().size == 1:
+        return [tf.identity(tensor) for tensor in tensors]
+    return _call(f"all_reduce:{scale}", communicate, name, *tensors)
+
+
+def all_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Join the ranks' tensors along the first dimension, in rank order.
+
+    Collective: every rank of the group calls it in the same order. The first dimension may differ between ranks, the
+    others and the dtype may not. A scalar counts as a vector of one element.
+
+    Raises:
+        TypeError: the dtype cannot be sent.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 0:
+        tensor = tf.reshape(tensor, [1])
+    dtype, wire = tensor.dtype, _transfer_type("all_gather", tensor.dtype, name)
+
+    def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
+        gathered = _library().horovod_allgather(_bits(tensor, wire), **_attributes(name))
+        return [_from_bits(gathered, dtype)]
+
+    if world().size == 1:
+        return tf.identity(tensor)
+    return _call("all_gather", communicate, name, tensor)[0]
+
+
+def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
+    """Give every rank the tensor of rank `root`.
+
+    Collective: every rank of the group calls it in the same order, with tensors of one shape and dtype.
+
+    Raises:
+        ValueError: there is no rank `root`.
+        TypeError: the dtype cannot be sent.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if not 0 <= root < world().size:
+        raise ValueError(f"broadcast: root of '{name}' is rank {root}, but ranks go from 0 to {world().size - 1}.")
+    dtype, wire = tensor.dtype, _transfer_type("broadcast", tensor.dtype, name)
+
+    def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
+        sent = _library().horovod_broadcast(_bits(tensor, wire), root_rank=root, **_attributes(name))
+        return [_from_bits(sent, dtype)]
+
+    if world().size == 1:
+        return tf.identity(tensor)
+    return _call(f"broadcast:{root}", communicate, name, tensor)[0]
+
+
+def all_to_all(tensor: tf.Tensor, splits: Sequence[int], name: str) -> tf.Tensor:
+    """Send `splits[r]` elements along the first dimension to rank r; receive what the others send here, in rank order.
+
+    Collective: every rank of the group calls it in the same order. `splits` has one entry per rank and sums to the
+    first dimension.
+
+    Raises:
+        ValueError: `splits` does not have one entry per rank.
+        TypeError: the dtype cannot be sent.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    if len(splits) != world().size:
+        raise ValueError(
+            f"all_to_all: '{name}' has {len(splits)} splits on rank {world().rank}, expected one for each of "
+            f"{world().size} ranks."
+        )
+    dtype, wire = tensor.dtype, _transfer_type("all_to_all", tensor.dtype, name)
+
+    def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
+        counts = tf.constant(list(splits), tf.int32)
+        received, _ = _library().horovod_alltoall(_bits(tensor, wire), splits=counts, **_attributes(name))
+        return [_from_bits(received, dtype)]
+
+    if world().size == 1:
+        return tf.identity(tensor)
+    return _call(f"all_to_all:{tuple(splits)}", communicate, name, tensor)[0]
+
+
+def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
+    """Sum `tensor` over all ranks, times `scale`; keep this rank's equal part of the first dimension.
+
+    Collective: every rank of the group calls it in the same order. The first dimension is a multiple of the number of
+    ranks, and equal on all of them.
+
+    Raises:
+        TypeError: as in `all_reduce`.
+        ValueError: the first dimension is not a multiple of the number of ranks.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    length = tensor.shape[0] if tensor.shape.rank else None
+    if length is None or length % world().size:
+        raise ValueError(
+            f"reduce_scatter: '{name}' has shape {tensor.shape} on rank {world().rank}; the first dimension must be a "
+            f"multiple of the {world().size} ranks. Pad it."
+        )
+    dtype, wire = tensor.dtype, _reduction_type("reduce_scatter", tensor.dtype, name)
+    wire = wire if wire in _SCATTERED else "int32"
+
+    def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
+        part = _library().horovod_reducescatter(_to_wire(tensor, wire), **_sum(scale), **_attributes(name))
+        return [_from_wire(part, dtype, tensor[: length // world().size])]
+
+    if world().size == 1:
+        return tf.identity(tensor)
+    return _call(f"reduce_scatter:{scale}", communicate, name, tensor)[0]
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective: every rank of the group calls it in the same order."""
+    require_started("barrier")
+    all_reduce(tf.zeros([1], tf.int32), "hvdvars.barrier").numpy()
+
+
+def gather_objects(value: Any, name: str) -> list[Any]:
+    """The JSON-able `value` of each rank, in rank order.
+
+    Collective: every rank of the group calls it in the same order, outside of graphs. JSON rather than pickle, so that
+    what arrives is data and never code.
+    """
+    require_started("gather_objects")
+    with tf.init_scope():
+        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = all_gather(tf.constant([len(data)], tf.int64), f"hvdvars.{name}.sizes").numpy()
+        joined = all_gather(tf.constant(data), f"hvdvars.{name}.data").numpy().tobytes()
+    ends = np.cumsum(sizes)
+    return [json.loads(joined[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _transport() -> str:
+    if hvd.nccl_built() and tf.config.list_physical_devices("GPU"):
+        return "NCCL"
+    return "MPI" if hvd.mpi_enabled() else "Gloo"
+
+
+def _local_masks(mpi: Any) -> list[list[int]]:
+    """The allowed CPUs of every rank of this node, in order of local rank."""
+    mine = launchenv.allowed_cpus()
+    if mpi is None:
+        # Asking the others would start TensorFlow's threads. No launcher binds Gloo ranks one by one: all have our mask.
+        return [mine] * world().local_size
+    found = mpi.COMM_WORLD.allgather((world().cross_rank, world().local_rank, mine))
+    return [mask for node, _, mask in sorted(found) if node == world().cross_rank]
+
+
+def _library() -> Any:
+    return hvd.mpi_ops.MPI_LIB
+
+
+def _attributes(name: str) -> dict[str, Any]:
+    """What all of Horovod's operations take; scopes are ignored so that a rank that traces again keeps the names."""
+    return {"name": _unique(name), "ignore_name_scope": True, "process_set_id": 0}
+
+
+def _sum(scale: float) -> dict[str, Any]:
+    return {"reduce_op": hvd.Sum, "prescale_factor": 1.0, "postscale_factor": scale}
+
+
+def _unique(name: str) -> str:
+    """`name`, numbered when one graph uses it again.
+
+    Counted per outermost function, so that a loop body and the function round it never use one name at one time, and so
+    that a rank that traces again alone arrives at the names the others use.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and _is_function(graph.outer_graph):
+        graph = graph.outer_graph
+    counts = _uses.setdefault(graph, {})
+    counts[name] = counts.get(name, 0) + 1
+    return name if counts[name] == 1 else f"{name}.again{counts[name] - 1}"
+
+
+def _is_function(graph: Any) -> bool:
+    return hasattr(graph, "outer_graph")
+
+
+def _call(kind: str, communicate: Callable[..., list[tf.Tensor]], name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    if not tf.executing_eagerly():
+        return communicate(name, *tensors)
+    signature = (kind, name, tuple(tensor.dtype.name for tensor in tensors))
+    return _compiled(signature, communicate, tuple(t.shape.rank for t in tensors))(*tensors)
+
+
+_functions: dict[Any, Any] = {}
+
+
+def _compiled(signature: Any, communicate: Callable[..., list[tf.Tensor]], ranks: tuple[int, ...]) -> Any:
+    """One `tf.function` per collective and name: in graphs Horovod honours the name."""
+    key = (*signature, ranks)
+    if key not in _functions:
+        name = signature[1]
+        _functions[key] = tf.function(
+            functools.partial(communicate, name), reduce_retracing=True, jit_compile=False, autograph=False
+        )
+    return _functions[key]
+
+
+def _one_dtype(function: str, tensors: Sequence[tf.Tensor], name: str) -> tf.DType:
+    dtypes = sorted({tensor.dtype.name for tensor in tensors})
+    if len(dtypes) != 1:
+        raise TypeError(f"{function}: '{name}' mixes dtypes {dtypes}; one group carries one dtype.")
+    return tensors[0].dtype
+
+
+def _reduction_type(function: str, dtype: tf.DType, name: str) -> str:
+    wire = dtype.name if dtype.name in _SUMMED else _SUMMED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
+    if wire is None:
+        raise TypeError(
+            f"{function}: '{name}' has dtype {dtype.name} on rank {world().rank}, which cannot be summed. "
+            f"Expected one of {', '.join(sorted(_SUMMED | set(_SUMMED_AS) | set(_PAIRS)))}; cast it first."
+        )
+    return wire
+
+
+def _transfer_type(function: str, dtype: tf.DType, name: str) -> str:
+    wire = dtype.name if dtype.name in _MOVED else _MOVED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
+    if wire is None:
+        raise TypeError(
+            f"{function}: '{name}' has dtype {dtype.name} on rank {world().rank}, which cannot be sent. "
+            f"Expected one of {', '.join(sorted(_MOVED | set(_MOVED_AS) | set(_PAIRS)))}."
+        )
+    return wire
+
+
+def _to_wire(tensor: tf.Tensor, wire: str) -> tf.Tensor:
+    if tensor.dtype.name == wire:
+        return tensor
+    return _bits(tensor, wire) if tensor.dtype.is_complex else tf.cast(tensor, wire)
+
+
+def _from_wire(tensor: tf.Tensor, dtype: tf.DType, like: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype == dtype:
+        result = tensor
+    else:
+        result = _from_bits(tensor, dtype) if dtype.is_complex else tf.cast(tensor, dtype)
+    return tf.ensure_shape(result, like.shape)
+
+
+def _bits(tensor: tf.Tensor, wire: str) -> tf.Tensor:
+    """The same bits as another dtype; complex numbers get a last dimension of two."""
+    return tensor if tensor.dtype.name == wire else tf.bitcast(tensor, wire)
+
+
+def _from_bits(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)

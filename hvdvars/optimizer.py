@@ -1,0 +1,147 @@
+"""One face for every optimizer: Keras 3, Keras 2 (`tf.keras`, `tf_keras`), `tf.compat.v1.train`, or a plain callable.
+
+Recognised by what they offer, so that no Keras has to be imported. No communication here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdvars.types import Gradient, Variable
+
+# Each of these updates an element from that element's own history alone, so that variables may be cut anywhere.
+_ELEMENTWISE = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Nadam",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Ftrl",
+    "Lion",
+    "GradientDescentOptimizer",
+    "MomentumOptimizer",
+    "AdamOptimizer",
+    "RMSPropOptimizer",
+    "AdagradOptimizer",
+}
+
+
+def kind_of(optimizer: Any) -> str:
+    """`keras3`, `keras2`, `keras2_legacy`, `v1` or `callable`. Local. Raises TypeError for anything else."""
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return "v1"
+    if hasattr(optimizer, "apply") and hasattr(optimizer, "build"):
+        return "keras3"
+    if hasattr(optimizer, "apply_gradients"):
+        return "keras2" if hasattr(optimizer, "build") else "keras2_legacy"
+    if callable(optimizer):
+        return "callable"
+    raise TypeError(
+        f"apply_gradients: optimizer must be a Keras or tf.compat.v1.train optimizer or a callable(grads, variables), "
+        f"got {type(optimizer).__name__}"
+    )
+
+
+def tf_variable(variable: Variable) -> tf.Variable:
+    """The `tf.Variable` inside a Keras 3 variable, or the variable itself. Local."""
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable
+
+
+def build(optimizer: Any, variables: Sequence[Variable]) -> None:
+    """Create the slots for exactly these variables, unless the optimizer was built before.
+
+    Local. Raises ValueError where it was built for other variables.
+    """
+    kind = kind_of(optimizer)
+    if kind not in ("keras3", "keras2"):
+        return
+    if kind == "keras3" and optimizer.built:
+        known = getattr(optimizer, "_trainable_variables", None)
+        missing = [] if known is None else [v for v in variables if not any(v is other for other in known)]
+        if missing:
+            raise ValueError(
+                f"apply_gradients: the optimizer was built for {len(known or [])} other variables, not for "
+                f"{getattr(missing[0], 'path', missing[0].name)}. Give one that no build() or apply() has seen, so "
+                "that slots are created for the elements or variables that this rank owns."
+            )
+        return
+    if kind == "keras2" and getattr(optimizer, "_built", False):
+        return
+    with tf.init_scope():
+        optimizer.build(list(variables))
+
+
+def apply(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
+    """Apply gradients to the variables they are aligned with; `None` gradients are left out. Local."""
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    if not pairs:
+        advance(optimizer)
+        return
+    kind = kind_of(optimizer)
+    if kind == "keras3":
+        optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+    elif kind in ("keras2", "keras2_legacy", "v1"):
+        options = {"skip_gradients_aggregation": True} if kind == "keras2" else {}
+        optimizer.apply_gradients(pairs, **options)
+    else:
+        optimizer([g for g, _ in pairs], [v for _, v in pairs])
+
+
+def advance(optimizer: Any) -> None:
+    """Count one step without touching a variable: a rank that owns nothing keeps up with schedules. Local."""
+    iterations = getattr(optimizer, "iterations", None)
+    if iterations is not None:
+        tf_variable(iterations).assign_add(1)
+
+
+def is_elementwise(optimizer: Any) -> bool | None:
+    """Whether variables may be cut anywhere under this optimizer; None for a callable, which only its writer knows.
+
+    Local. Per-variable clipping (`clipnorm`) and weight decay that leaves out named variables need whole variables.
+    """
+    if kind_of(optimizer) == "callable":
+        return None
+    if type(optimizer).__name__ not in _ELEMENTWISE or getattr(optimizer, "clipnorm", None) is not None:
+        return False
+    excluded = any(
+        getattr(optimizer, name, None)
+        for name in ("_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay", "_exclude_variables_ids")
+    )
+    return not excluded
+
+
+def global_clipnorm(optimizer: Any) -> float | None:
+    """The norm of all gradients together to which the optimizer clips, if it does. Local."""
+    return getattr(optimizer, "global_clipnorm", None)
+
+
+def shared_state(optimizer: Any) -> list[Variable]:
+    """What is equal on all ranks in every mode: the step counter and the learning rate. Local."""
+    found = [getattr(optimizer, name, None) for name in ("iterations", "_iterations", "_learning_rate")]
+    unique: dict[int, Variable] = {}
+    for variable in found:
+        if hasattr(variable, "assign") and hasattr(variable, "shape"):
+            unique.setdefault(id(variable), variable)
+    return list(unique.values())
+
+
+def state(optimizer: Any) -> list[Variable]:
+    """All variables of the optimizer, in its own order; none for a callable. Local."""
+    variables = getattr(optimizer, "variables", None)
+    found = variables() if callable(variables) else variables
+    return list(found) if found is not None else []
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Bytes of the optimizer's slots on this rank, without counters. Local."""
+    shared = {id(variable) for variable in shared_state(optimizer)}
+    return sum(
+        tf.TensorShape(v.shape).num_elements() * tf.as_dtype(v.dtype).size for v in state(optimizer) if id(v) not in shared
+    )
