@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, collectives, fusion, optimizer
+from hvdvars import collectives, fusion, optimizer
 from hvdvars.session import require_started
 from hvdvars.types import Variable
 
@@ -36,20 +36,20 @@ def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str 
                     variables[place.index].assign(value)
 
 
-def flatten_targets(targets: Any) -> list[Variable]:
+def flatten_targets(targets: Any, slots: bool = True) -> list[Variable]:
     """The variables in a variable, an optimizer, a model, or a list of these: what `mgr.broadcast` takes.
 
-    An optimizer counts with its step counter, learning rate and the slots that it has so far. Local.
+    An optimizer counts with its step counter, its learning rate and, if `slots`, the slots that it has so far. Local.
 
     Raises:
         TypeError: something else is in there.
     """
     if isinstance(targets, (list, tuple)):
-        return [variable for target in targets for variable in flatten_targets(target)]
+        return [variable for target in targets for variable in flatten_targets(target, slots)]
     if hasattr(targets, "assign") and hasattr(targets, "shape"):
         return [targets]
     if hasattr(targets, "apply_gradients"):
-        return _unique([*optimizer.shared_state(targets), *optimizer.state(targets)])
+        return _unique([*optimizer.shared_state(targets), *(optimizer.state(targets) if slots else [])])
     if hasattr(targets, "trainable_variables") and hasattr(targets, "variables"):
         return list(targets.variables)
     raise TypeError(
@@ -59,8 +59,3 @@ def flatten_targets(targets: Any) -> list[Variable]:
 
 def _unique(variables: Sequence[Variable]) -> list[Variable]:
     return list({id(variable): variable for variable in variables}.values())
-
-
-def names_of(variables: Sequence[Variable]) -> list[str]:
-    """The variables' names. Local."""
-    return [check.name_of(variable) for variable in variables]

@@ -34,16 +34,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one collective carries; `kind` is `alone`, `packed` or `group`."""
+    """What one collective carries; `kind` is `alone`, `packed` or `group`.
+
+    `size` counts elements, with the gaps that round each owner's part up to the alignment; `parts` are the elements of
+    each owner, in rank order, where the bucket was planned for owners.
+    """
 
     kind: str
     dtype: str
     places: tuple[Place, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return sum(place.size for place in self.places)
+    size: int
+    parts: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -74,41 +75,64 @@ def plan(
     small_bytes: int | None = SMALL_BYTES,
     max_bytes: int | None = BUCKET_BYTES,
     max_group: int | None = None,
-    owners: Sequence[int] | None = None,
 ) -> Plan:
     """Decide the buckets for tensors of these shapes and dtypes (names such as `float32`). Local.
 
     Tensors of at most `small_bytes` (None: all) share buckets of one dtype, of at most `max_bytes` and `max_group`
-    tensors (None: no limit), in their own order; the others go alone, and so does a small one that has no company.
-    With `owners`, each bucket holds the tensors of rank 0 first, then those of rank 1, and so on.
+    tensors (None: no limit), filled in the caller's order; the others go alone, and so does one without company.
 
     Raises:
         ValueError: the lists differ in length, or a dimension is unknown.
     """
+    sizes = _sizes(shapes, dtypes)
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(dtypes):
+        width = tf.as_dtype(dtype).size
+        here = [i for i in range(len(shapes)) if dtypes[i] == dtype and sizes[i]]
+        small = [i for i in here if small_bytes is None or sizes[i] * width <= small_bytes]
+        limit = None if max_bytes is None else max(1, max_bytes // width)
+        parts = [[i] for i in sorted(set(here) - set(small))] + _fill(small, sizes, limit, max_group)
+        buckets += [_bucket("alone" if len(part) == 1 else kind, dtype, [part], shapes, sizes) for part in parts]
+    return _plan(sorted(buckets, key=lambda bucket: min(place.index for place in bucket.places)), shapes, dtypes, sizes)
+
+
+def plan_owned(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[str], owners: Sequence[int], ranks: int, *, together: bool = True
+) -> Plan:
+    """Buckets in which each owner's tensors lie side by side, rank 0's first: `parts` are their elements. Local.
+
+    One bucket per dtype, or one per tensor unless `together`. `owners` has one rank per tensor.
+
+    Raises:
+        ValueError: the lists differ in length, or a dimension is unknown.
+    """
+    sizes = _sizes(shapes, dtypes)
+    buckets = []
+    for dtype in dict.fromkeys(dtypes):
+        here = [i for i in range(len(shapes)) if dtypes[i] == dtype and sizes[i]]
+        for group in [here] if together else [[i] for i in here]:
+            if group:
+                owned = [[i for i in group if owners[i] == rank] for rank in range(ranks)]
+                kind = "alone" if len(group) == 1 else "packed"
+                buckets.append(_bucket(kind, dtype, owned, shapes, sizes))
+    return _plan(buckets, shapes, dtypes, sizes)
+
+
+def _sizes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> list[int]:
     if len(shapes) != len(dtypes):
         raise ValueError(f"fusion.plan: got {len(shapes)} shapes and {len(dtypes)} dtypes; give one dtype per shape")
     for index, shape in enumerate(shapes):
         if any(dimension is None for dimension in shape):
             raise ValueError(f"fusion.plan: shapes[{index}] is {tuple(shape)}; every dimension must be known")
-    sizes = [prod(shape) for shape in shapes]
-    widths = [tf.as_dtype(dtype).size for dtype in dtypes]
-    order = sorted(range(len(shapes)), key=lambda i: owners[i]) if owners is not None else range(len(shapes))
-    empty = [i for i in range(len(shapes)) if sizes[i] == 0]
-    buckets: list[tuple[str, str, list[int]]] = []
-    for dtype in sorted(set(dtypes), key=list(dtypes).index):
-        here = [i for i in order if dtypes[i] == dtype and sizes[i]]
-        small = [i for i in here if small_bytes is None or sizes[i] * widths[i] <= small_bytes]
-        limit = None if max_bytes is None else max(1, max_bytes // tf.as_dtype(dtype).size)
-        buckets += [("alone", dtype, [i]) for i in here if i not in set(small)]
-        buckets += [(kind, dtype, part) for part in _fill(small, sizes, limit, max_group)]
-    # In order of their first tensor, last first would overlap more with a backward pass, but not with anything packed.
-    buckets.sort(key=lambda bucket: bucket[2][0])
-    return Plan(
-        buckets=tuple(_bucket(kind, dtype, indices, shapes, sizes) for kind, dtype, indices in buckets),
-        count=len(shapes),
-        rest=tuple(Place(i, tuple(shapes[i]), 0, 0) for i in empty),
-        rest_dtypes=tuple(dtypes[i] for i in empty),
-    )
+    return [prod(shape) for shape in shapes]
+
+
+def _plan(
+    buckets: Sequence[Bucket], shapes: Sequence[Sequence[int]], dtypes: Sequence[str], sizes: Sequence[int]
+) -> Plan:
+    empty = [i for i in range(len(shapes)) if not sizes[i]]
+    rest = tuple(Place(i, tuple(shapes[i]), 0, 0) for i in empty)
+    return Plan(tuple(buckets), len(shapes), rest, tuple(dtypes[i] for i in empty))
 
 
 def _fill(indices: Sequence[int], sizes: Sequence[int], limit: int | None, most: int | None) -> list[list[int]]:
@@ -126,20 +150,30 @@ def _fill(indices: Sequence[int], sizes: Sequence[int], limit: int | None, most:
 
 
 def _bucket(
-    kind: str, dtype: str, indices: Sequence[int], shapes: Sequence[Sequence[int]], sizes: Sequence[int]
+    kind: str,
+    dtype: str,
+    sections: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+    sizes: Sequence[int],
 ) -> Bucket:
-    places = []
-    offset = 0
-    for index in indices:
-        places.append(Place(index, tuple(shapes[index]), sizes[index], offset))
-        offset += sizes[index]
-    return Bucket("alone" if len(indices) == 1 else kind, dtype, tuple(places))
+    """Lay out the sections one after the other; in each, what fills whole alignment units comes first."""
+    row = _row(dtype)
+    places: list[Place] = []
+    parts = []
+    end = 0
+    for section in sections:
+        start = end
+        for index in sorted(section, key=lambda i: (sizes[i] % row != 0, i)):
+            places.append(Place(index, tuple(shapes[index]), sizes[index], end))
+            end += sizes[index]
+        if len(sections) > 1 and kind != "alone":
+            end = -(-end // row) * row  # the next owner's part begins on the boundary, and stays a view
+        parts.append(end - start)
+    return Bucket(kind, dtype, tuple(places), end, tuple(parts) if len(sections) > 1 else ())
 
 
-def flatten(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One flat tensor with the elements of all, in order; a single one is not copied. Local."""
-    flat = [tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1]) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+def _row(dtype: str) -> int:
+    return max(1, _ALIGNMENT // tf.as_dtype(dtype).size)
 
 
 def pack(plan: Plan, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | list[tf.Tensor]]:
@@ -148,11 +182,35 @@ def pack(plan: Plan, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | list[tf.T
     `tensors` are aligned with the lists that `plan` was made from. Local.
     """
     return [
-        [tensors[place.index] for place in bucket.places]
-        if bucket.kind == "group"
-        else flatten([tensors[place.index] for place in bucket.places])
+        [tensors[place.index] for place in bucket.places] if bucket.kind == "group" else fill(bucket, tensors)
         for bucket in plan.buckets
     ]
+
+
+def fill(bucket: Bucket, tensors: Sequence[tf.Tensor], start: int = 0, stop: int | None = None) -> tf.Tensor:
+    """Elements `start` to `stop` of the bucket's flat buffer; a whole tensor alone is not copied. Local.
+
+    `tensors` is the caller's whole list, of which only those that lie in the range are used.
+    """
+    stop = bucket.size if stop is None else stop
+    pieces = []
+    end = start
+    for place in bucket.places:
+        low, high = max(start, place.offset), min(stop, place.offset + place.size)
+        if low >= high:
+            continue
+        if low > end:
+            pieces.append(tf.zeros([low - end], bucket.dtype))
+        tensor = tensors[place.index]
+        flat = tensor if tensor.shape.rank == 1 else tf.reshape(tensor, [-1])
+        whole = high - low == place.size
+        pieces.append(flat if whole else flat[low - place.offset : high - place.offset])
+        end = high
+    if stop > end:
+        pieces.append(tf.zeros([stop - end], bucket.dtype))
+    if not pieces:
+        return tf.zeros([0], bucket.dtype)
+    return pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
 
 
 def unpack(plan: Plan, buffers: Sequence[tf.Tensor | list[tf.Tensor]]) -> list[tf.Tensor]:
@@ -167,20 +225,53 @@ def unpack(plan: Plan, buffers: Sequence[tf.Tensor | list[tf.Tensor]]) -> list[t
     return tensors  # type: ignore[return-value]
 
 
-def cut(buffer: tf.Tensor, places: Sequence[Place]) -> list[tf.Tensor]:
-    """The tensors that lie one after the other in a flat buffer, in the order of `places`. Local."""
+def cut(buffer: tf.Tensor, places: Sequence[Place], start: int = 0) -> list[tf.Tensor]:
+    """The tensors at `places` of a buffer whose first element is at offset `start`; in the order of `places`. Local.
+
+    Pieces that begin and end on the alignment are views of the buffer, not copies.
+    """
     if not places:
         return []
-    if len(places) == 1:
+    if len(places) == 1 and places[0].size == buffer.shape[0]:
         return [_shaped(buffer, places[0].shape)]
-    width = buffer.dtype.size
-    if all(place.size * width % _ALIGNMENT == 0 for place in places):
-        # Rows of one alignment unit: TensorFlow then hands out views of the buffer instead of copies.
-        row = _ALIGNMENT // width
-        pieces = tf.split(tf.reshape(buffer, [-1, row]), [place.size // row for place in places])
-        return [tf.reshape(piece, place.shape) for piece, place in zip(pieces, places, strict=True)]
-    pieces = tf.split(buffer, [place.size for place in places])
-    return [_shaped(piece, place.shape) for piece, place in zip(pieces, places, strict=True)]
+    row = _row(buffer.dtype.name)
+    blocks = _blocks(places, start, buffer.shape[0], row)
+    whole = sum(size for size, _ in blocks) // row * row
+    head = [block for block in blocks if block[0] % row == 0]
+    pieces = tf.split(tf.reshape(buffer[:whole], [-1, row]), [size // row for size, _ in head]) if head else []
+    tensors: dict[int, tf.Tensor] = {}
+    for (size, inside), piece in zip(head, pieces, strict=True):
+        tensors.update(_cut_block(tf.reshape(piece, [size]), inside))
+    for size, inside in blocks[len(head) :]:
+        tensors.update(_cut_block(tf.ensure_shape(buffer[-size:], [size]), inside))
+    return [tensors[place.index] for place in places]
+
+
+def _blocks(places: Sequence[Place], start: int, length: int, row: int) -> list[tuple[int, list[Place]]]:
+    """Consecutive stretches of the buffer: (elements, places inside), each as short as the alignment allows.
+
+    All but the last have a multiple of `row` elements.
+    """
+    blocks: list[tuple[int, list[Place]]] = []
+    begin, inside = start, []  # type: ignore[var-annotated]
+    for number, place in enumerate(places):
+        inside.append(place)
+        following = places[number + 1].offset if number + 1 < len(places) else start + length
+        if (following - begin) % row == 0:
+            blocks.append((following - begin, inside))
+            begin, inside = following, []
+    if inside:
+        blocks.append((start + length - begin, inside))
+    return blocks
+
+
+def _cut_block(block: tf.Tensor, places: Sequence[Place]) -> dict[int, tf.Tensor]:
+    sizes = [place.size for place in places]
+    gap = block.shape[0] - sum(sizes)
+    if len(places) == 1 and not gap:
+        return {places[0].index: _shaped(block, places[0].shape)}
+    pieces = tf.split(block, [*sizes, gap] if gap else sizes)
+    return {place.index: _shaped(piece, place.shape) for place, piece in zip(places, pieces, strict=False)}
 
 
 def _shaped(tensor: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:

@@ -152,10 +152,13 @@ def verify_in_graph(variables: Sequence[Variable], name: str) -> tf.Operation:
 
 
 def _bit_sum(value: tf.Tensor) -> tf.Tensor:
+    """A sum of the bits, weighted by place so that a permutation of a variable is not taken for the variable."""
+    if value.dtype.is_complex:
+        value = tf.bitcast(value, value.dtype.real_dtype)
     if value.dtype == tf.bool:
         value = tf.cast(value, tf.uint8)
-    octets = value if value.dtype.size == 1 else tf.bitcast(value, tf.uint8)
-    octets = tf.cast(tf.reshape(tf.bitcast(octets, tf.uint8), [-1]), tf.int64)
-    # Weighted by place, so that a permutation of a variable is not taken for the variable.
-    weights = tf.range(tf.size(octets, out_type=tf.int64)) % 65521 + 1
-    return tf.reduce_sum(octets * weights)
+    same_width = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}[value.dtype.size]
+    bits = tf.reshape(value if value.dtype == same_width else tf.bitcast(value, same_width), [-1])
+    bits = bits if bits.dtype in (tf.int32, tf.int64) else tf.cast(bits, tf.int32)
+    weights = tf.range(tf.size(bits, out_type=bits.dtype), dtype=bits.dtype) * 2 + 1
+    return tf.cast(tf.reduce_sum(bits * weights), tf.int64)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hvdvars.cli.errors import UsageError, end_job, refuse
+from hvdvars.cli.errors import UsageError, interrupt, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (default: the process's own) and give the exit code: 0 done, 1 failed, 2 refused.
+    """Run the command with ``argv`` (default: the process's own).
 
-    A rank that fails ends the whole job, not only itself: the others would wait for it in a collective.
+    Gives the exit code: 0 done, 1 replicas differ, 2 bad input, 130 interrupted. Whatever else goes wrong is raised,
+    and ends the job as `hvdvars.init` arranges it.
     """
     from hvdvars.cli import flags
 
@@ -28,6 +29,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as problem:
         return refuse(problem)
     except KeyboardInterrupt:
-        return end_job(130, None)
-    except Exception as problem:
-        return end_job(1, problem)
+        return interrupt()

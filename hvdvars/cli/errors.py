@@ -1,14 +1,19 @@
-"""How the command ends when it cannot go on: one message for bad input, else a traceback and the end of the job."""
+"""How the command ends when it cannot go on: one message for bad input, and a quick end when it is interrupted.
+
+Other exceptions go on to the interpreter: `hvdvars.init` makes them end the job with the traceback of the failed rank.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-import traceback
 from typing import Any
 
 from hvdvars import launchenv
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
 
 _LINGER_SECONDS = 2.0
 
@@ -40,25 +45,19 @@ def refuse(problem: UsageError) -> int:
     return 2
 
 
-def end_job(code: int, problem: BaseException | None) -> int:
-    """Say what happened on this rank, then end the whole job with ``code``; returns only where there is one rank."""
+def interrupt() -> int:
+    """End this rank, and with it the job, after Ctrl-C; comes back, with the exit code, where there is one rank only."""
     launcher = _launcher()
-    rank, size = launcher.rank or 0, launcher.size or 1
-    if problem is not None:
-        trace = "".join(traceback.format_exception(problem))
-        # One write, so that the ranks' tracebacks do not mix.
-        sys.stderr.write(f"hvdvars: rank {rank} of {size} failed\n{trace}")
-    elif rank == 0:
-        sys.stderr.write("\nhvdvars: interrupted\n")
+    if not launcher.rank:
+        print("\nhvdvars: interrupted", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    sys.stderr.flush()
-    if size == 1:
-        return code
-    # The usual way out finalizes MPI, which waits for ranks that wait for this one.
+    if launcher.size in (None, 1):
+        return INTERRUPTED
+    # The usual way out finalizes MPI, which waits for ranks that wait for this one in a collective.
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
+        mpi.COMM_WORLD.Abort(INTERRUPTED)
+    os._exit(INTERRUPTED)
 
 
 def _launcher() -> launchenv.Launcher:

@@ -92,7 +92,8 @@ def report_rows(report: dict[str, Any]) -> dict[str, str]:
     rows["collectives"] = f"{collectives} per step, {megabytes(moved)}" if collectives else "none"
     owners = [sum(parts) for parts in zip(*(plan["owners"] for plan in plans if plan.get("owners")), strict=False)]
     if owners:
-        rows["owners"] = _balance(owners)
+        everywhere = owners == [sum(plan["bytes"] for plan in plans)] * size
+        rows["owners"] = f"every rank, {megabytes(owners[0])}" if everywhere else _balance(owners)
     return rows
 
 

@@ -35,6 +35,8 @@ def run(flags: TrainFlags) -> int:
     try:
         hv.init()
     except (RuntimeError, ValueError) as problem:
+        if hv.is_initialized():  # The others have joined: end them too.
+            raise
         raise UsageError(str(problem), said_by="every") from problem
     trainer, manager = _start(flags, dataset)
     first = hv.rank() == 0

@@ -1,0 +1,428 @@
+"""Variable managers: who owns a variable, how gradients meet, how values get back.
+
+A mode is a class below that answers these three questions; everything else is shared. `create` picks the class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from hvdvars import broadcast, check, collectives, guard, options, optimizer, owner, reduce
+from hvdvars.options import Options
+from hvdvars.reduce import Form, Reduction
+from hvdvars.session import require_started, world
+from hvdvars.types import Gradient, Variable
+
+_numbers = itertools.count()
+_FORGOTTEN = (
+    "Call mgr.broadcast(variables) before the first step, so that all ranks start from the values of rank 0 "
+    "(or create('independent') if every rank is meant to train alone)."
+)
+
+
+@dataclass
+class _Use:
+    """One list of variables that a manager has seen: its plan, and the state that goes with it."""
+
+    number: int
+    variables: list[Variable]
+    plan: Any
+    whole: Reduction
+    steps: tf.Variable | None = None
+    shards: dict[int, list[tf.Variable]] = field(default_factory=dict)
+    optimizers: dict[int, Any] = field(default_factory=dict)
+    functions: dict[int, Callable[..., Any]] = field(default_factory=dict)
+
+
+class VariableMgr:
+    """What all modes share. A mode says how to plan, how to reduce, and how to apply and publish."""
+
+    mode = ""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        # In the names of all collectives: two managers in one program never answer each other.
+        self._name = f"hvdvars.{next(_numbers)}"
+        self._uses: dict[Any, _Use] = {}
+
+    # --- what a mode answers -----------------------------------------------------------------------------------------
+
+    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+        raise NotImplementedError
+
+    def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
+        """Reduce, apply and publish, in a graph."""
+        raise NotImplementedError
+
+    # --- what a caller uses ------------------------------------------------------------------------------------------
+
+    def broadcast(self, targets: Any) -> None:
+        """Give rank 0's values to every rank: of variables, optimizers, models, or a list of these.
+
+        An optimizer counts with its step counter, learning rate and, where every rank has them all, its slots.
+        Collective: every rank of the group calls it in the same order, outside of graphs.
+
+        Raises:
+            ValueError: the ranks' variables differ in number, order, shape or dtype.
+            TypeError: something else was given, or a dtype cannot be sent.
+        """
+        require_started("VariableMgr.broadcast")
+        variables = self._broadcast_targets(targets)
+        guard.exchange("broadcast", {"mode": self.mode}, [guard.describe(variable) for variable in variables])
+        broadcast.broadcast_variables(variables)
+
+    def reduce(self, grads: Sequence[Gradient], variables: Sequence[Variable]) -> list[Gradient]:
+        """The reduced gradients, whole, on every rank: the mean over all ranks, or the sum with `average=False`.
+
+        The result is aligned with `grads`, with the same shapes and dtypes; None stays None. IndexedSlices come back
+        as IndexedSlices with unique rows, or as a tensor where that was fewer bytes to send.
+        Collective: every rank of the group calls it in the same order.
+
+        Raises:
+            ValueError: gradients do not fit their variables, or the ranks disagree; on every rank alike.
+            TypeError: a dtype cannot be summed, or has no exact mean.
+        """
+        use = self._use("reduce", grads, variables)
+        gradients = self._aligned("reduce", grads, variables)[0]
+        if not tf.executing_eagerly():
+            return self._reduce(use, gradients)
+        function = use.functions.setdefault(0, _compile(lambda given: self._reduce(use, given)))
+        return function(gradients)
+
+    def apply_gradients(self, optimizer_: Any, grads: Sequence[Gradient], variables: Sequence[Variable]) -> None:
+        """Reduce the gradients, let the optimizer apply them where the variables are owned, and publish the values.
+
+        `optimizer_` is a Keras or `tf.compat.v1.train` optimizer, or a callable `apply(grads, variables)` that updates
+        each variable by its own gradient. `grads` are aligned with `variables`; a None leaves its variable alone.
+        Collective: every rank of the group calls it in the same order.
+
+        Raises:
+            ValueError: gradients do not fit their variables, or the ranks disagree; on every rank alike.
+            TypeError: a dtype cannot be summed, or has no exact mean; or this is no optimizer.
+            RuntimeError: at the first step, where the ranks' variables differ.
+        """
+        optimizer.kind_of(optimizer_)
+        use = self._use("apply_gradients", grads, variables)
+        gradients = self._aligned("apply_gradients", grads, variables)[0]
+        self._prepare(use, optimizer_)
+        if not tf.executing_eagerly():
+            self._step(use, optimizer_, gradients)
+            return
+        function = use.functions.setdefault(id(optimizer_), _compile(lambda given: self._step(use, optimizer_, given)))
+        function(gradients)
+
+    def flush(self) -> None:
+        """Apply what is pending and publish what is staged. No mode of this version holds anything back. Local."""
+        require_started("VariableMgr.flush")
+
+    def report(self) -> dict[str, Any]:
+        """What this manager does, as JSON-able values: mode, world, options, and a plan per list of variables. Local."""
+        place = require_started("VariableMgr.report")
+        return {
+            "mode": self.mode,
+            "class": type(self).__name__,
+            "world": {"rank": place.rank, "size": place.size, "nodes": place.cross_size, "transport": place.transport},
+            "options": asdict(self.options),
+            "plans": [self._report(use) for use in self._uses.values()],
+        }
+
+    # --- shared parts ------------------------------------------------------------------------------------------------
+
+    def _broadcast_targets(self, targets: Any) -> list[Variable]:
+        return broadcast.flatten_targets(targets)
+
+    def _aligned(self, function: str, grads: Any, variables: Any) -> tuple[list[Gradient], list[Variable]]:
+        return check.check_aligned(function, grads, variables)
+
+    def _use(self, function: str, grads: Sequence[Gradient], variables: Sequence[Variable]) -> _Use:
+        """The use of these variables; at the first one, all ranks compare what they are about to do."""
+        require_started(f"VariableMgr.{function}")
+        gradients, checked = self._aligned(function, grads, variables)
+        kinds = tuple(_kind(gradient) for gradient in gradients)
+        key = (tuple(id(variable) for variable in checked), kinds)
+        if key not in self._uses:
+            self._uses[key] = self._first_use(function, gradients, checked, kinds)
+        return self._uses[key]
+
+    def _first_use(
+        self, function: str, gradients: list[Gradient], variables: list[Variable], kinds: tuple[str, ...]
+    ) -> _Use:
+        for variable, kind in zip(variables, kinds, strict=True):
+            if self.options.average and kind != "none" and self.mode != "independent":
+                check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
+        number = len(self._uses)
+        forms = self._agree(function, gradients, variables, kinds, number)
+        whole = reduce.plan_reduction(f"{self._name}.{number}", forms, self.options)
+        plan = self._plan(f"{self._name}.{number}.owned", forms, whole)
+        return _Use(number, list(variables), plan, whole)
+
+    def _agree(
+        self,
+        function: str,
+        gradients: list[Gradient],
+        variables: list[Variable],
+        kinds: tuple[str, ...],
+        number: int,
+    ) -> list[Form]:
+        described = [
+            {**guard.describe(variable), "kind": kind, "rows": _rows(gradient)}
+            for variable, kind, gradient in zip(variables, kinds, gradients, strict=True)
+        ]
+        settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
+        ranks = guard.exchange(function, settings, described)
+        _check_missing(function, ranks, self.options.none_gradients)
+        if function == "apply_gradients":
+            guard.verify(variables, _FORGOTTEN)
+        forms = []
+        for index, variable in enumerate(variables):
+            form = Form("dense", tuple(check.shape_of(variable)), check.dtype_of(variable).name)
+            seen = [rank[index] for rank in ranks]
+            kind = reduce.choose_form(
+                [one["kind"] for one in seen], [one["rows"] for one in seen], form, self.options.sparse, 8
+            )
+            forms.append(Form(kind, form.shape, form.dtype))
+        return forms
+
+    def _prepare(self, use: _Use, optimizer_: Any) -> None:
+        """Create slots and other state, once, outside of any graph."""
+        if id(optimizer_) in use.optimizers:
+            return
+        with tf.init_scope():
+            self._build(use, optimizer_)
+            if self.options.verify_every and use.steps is None:
+                use.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdvars_steps")
+        use.optimizers[id(optimizer_)] = optimizer_
+
+    def _build(self, use: _Use, optimizer_: Any) -> None:
+        optimizer.build(optimizer_, use.variables)
+
+    def _step(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
+        self._update(use, optimizer_, gradients)
+        if use.steps is None:
+            return
+        with tf.control_dependencies([use.steps.assign_add(1)]):
+            due = tf.equal(use.steps % self.options.verify_every, 0)
+        name = f"{self._name}.{use.number}.verify"
+        tf.cond(due, lambda: _true_after(guard.verify_in_graph(use.variables, name)), lambda: tf.constant(True))
+
+    def _reduce(self, use: _Use, gradients: list[Gradient]) -> list[Gradient]:
+        with _device(self.options):
+            return reduce.reduce_gradients(use.whole, gradients)
+
+    def _clip(self, gradients: list[Gradient]) -> list[Gradient]:
+        limit = self.options.gradient_clip
+        return gradients if limit is None else [_clip_values(gradient, limit) for gradient in gradients]
+
+    def _report(self, use: _Use) -> dict[str, Any]:
+        total = sum(form.bytes for form in use.whole.forms)
+        return {
+            "variables": len(use.variables),
+            "bytes": total,
+            "buckets": len(use.whole.plan.buckets),
+            "collectives_per_step": use.whole.collectives,
+            "bytes_per_step": use.whole.plan.bytes,
+            "sparse": sum(form.kind == "sparse" for form in use.whole.forms),
+            "owners": [total] * world().size,
+            "optimizer_bytes": sum(optimizer.state_bytes(one) for one in use.optimizers.values()),
+        }
+
+
+class VariableMgrIndependent(VariableMgr):
+    """Owner: every rank. Reduce: nothing. Publish: nothing, and no initial broadcast: every rank trains alone."""
+
+    mode = "independent"
+
+    def broadcast(self, targets: Any) -> None:
+        """Check what was given, and leave each rank its own values. Local."""
+        require_started("VariableMgr.broadcast")
+        self._broadcast_targets(targets)
+
+    def _agree(
+        self,
+        function: str,
+        gradients: list[Gradient],
+        variables: list[Variable],
+        kinds: tuple[str, ...],
+        number: int,
+    ) -> list[Form]:
+        return [
+            Form("none", tuple(check.shape_of(variable)), check.dtype_of(variable).name) for variable in variables
+        ]
+
+    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+        return whole
+
+    def _reduce(self, use: _Use, gradients: list[Gradient]) -> list[Gradient]:
+        return list(gradients)
+
+    def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
+        optimizer.apply(optimizer_, self._clip(gradients), use.variables)
+
+
+class VariableMgrHorovod(VariableMgr):
+    """Owner: every rank. Reduce: all-reduce, fused the best way. Publish: nothing, all ranks apply the same."""
+
+    mode = "horovod"
+
+    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+        return whole
+
+    def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
+        reduced = self._clip(self._reduce(use, gradients))
+        optimizer.apply(optimizer_, reduced, use.variables)
+
+
+class VariableMgrLocalReplicated(VariableMgrHorovod):
+    """As `horovod`, with the all-reduce that a single-range spec names."""
+
+    mode = "replicated"
+
+
+class VariableMgrCollectiveAllReduce(VariableMgrHorovod):
+    """As `horovod`, with grouped all-reduces in at most k pieces: `collective#k`."""
+
+    mode = "collective_all_reduce"
+
+
+class VariableMgrLocalFetchFromPS(VariableMgr):
+    """Owner: one rank each. Reduce: to the owner. Publish: the owner's value to all. Ranks of one node."""
+
+    mode = "parameter_server"
+
+    def _broadcast_targets(self, targets: Any) -> list[Variable]:
+        # Slots live on their owners only, and differ from rank to rank: they start from zero on each.
+        return broadcast.flatten_targets(targets, slots=False)
+
+    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> owner.Ownership:
+        return owner.plan_ownership(name, forms, self.options)
+
+    def _build(self, use: _Use, optimizer_: Any) -> None:
+        if self.options.placement == "variables":
+            mine = owner.owned_variables(use.plan, use.variables)
+            if mine:
+                optimizer.build(optimizer_, mine)
+            return
+        if optimizer.is_elementwise(optimizer_) is False:
+            raise ValueError(
+                f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (their norms, names or layers), "
+                "so they cannot be cut. Use placement='variables'."
+            )
+        use.shards[id(optimizer_)] = owner.create_shards(use.plan)
+        optimizer.build(optimizer_, use.shards[id(optimizer_)])
+
+    def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
+        with _device(self.options):
+            mine = self._clip(owner.reduce_to_owners(use.plan, gradients))
+            norm = optimizer.global_clipnorm(optimizer_)
+            if norm is not None:
+                # The optimizer sees a part only; clipped here to the norm of all, it leaves its part as it is.
+                mine = owner.clip_to_global_norm(use.plan.name, mine, norm)
+        shards = use.shards.get(id(optimizer_), [])
+        if shards:
+            owner.update_shards(use.plan, shards, mine, use.variables, optimizer_)
+        else:
+            optimizer.apply(optimizer_, mine, owner.owned_variables(use.plan, use.variables))
+        with _device(self.options):
+            owner.publish(use.plan, use.variables, shards)
+
+    def _report(self, use: _Use) -> dict[str, Any]:
+        plan = use.plan
+        return {
+            **super()._report(use),
+            "buckets": len(plan.values.buckets),
+            "collectives_per_step": plan.collectives,
+            "bytes_per_step": plan.gradients.bytes + plan.values.bytes,
+            "sparse": sum(form.kind == "sparse" for form in plan.forms),
+            "owners": list(plan.owned_bytes),
+        }
+
+
+class VariableMgrDistributedFetchFromPS(VariableMgrLocalFetchFromPS):
+    """The same on several nodes."""
+
+
+_CLASSES: dict[str, type[VariableMgr]] = {
+    kind.mode: kind
+    for kind in (
+        VariableMgrIndependent,
+        VariableMgrHorovod,
+        VariableMgrLocalReplicated,
+        VariableMgrCollectiveAllReduce,
+        VariableMgrLocalFetchFromPS,
+    )
+}
+
+
+def create(mode: str, **given: Any) -> VariableMgr:
+    """The manager of a mode, by its name; see `hvdvars.options` for the modes and what each option means.
+
+    Local, but every rank creates the same managers in the same order: their numbers are part of the names on the wire.
+
+    Raises:
+        ValueError: there is no such mode, or an option has a wrong value or means nothing in this mode.
+        TypeError: an option has a wrong type, or there is no such option.
+        RuntimeError: `hvdvars.init` has not been called, or the build lacks what an option asks for.
+    """
+    chosen = options.resolve(mode, **given)
+    place = require_started("create")
+    if chosen.all_reduce_spec and chosen.all_reduce_spec.startswith("nccl") and not collectives.nccl_built():
+        raise RuntimeError(
+            f"create: all_reduce_spec={chosen.all_reduce_spec!r} needs NCCL, which this Horovod was built without. "
+            "Build it with NCCL=1 scripts/setup.sh, or use 'xring'."
+        )
+    if chosen.horovod_device == "gpu" and not tf.config.list_logical_devices("GPU"):
+        raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out, or use 'cpu'.")
+    if mode == "parameter_server" and place.cross_size > 1:
+        return VariableMgrDistributedFetchFromPS(chosen)
+    return _CLASSES[mode](chosen)
+
+
+def _kind(gradient: Gradient) -> str:
+    if gradient is None:
+        return "none"
+    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _rows(gradient: Gradient) -> int | None:
+    return gradient.values.shape[0] if isinstance(gradient, tf.IndexedSlices) else None
+
+
+def _check_missing(function: str, ranks: Sequence[Sequence[dict[str, Any]]], option: str) -> None:
+    if option == "zeros":
+        return
+    problems = []
+    for index, first in enumerate(ranks[0]):
+        missing = [rank for rank, tensors in enumerate(ranks) if tensors[index]["kind"] == "none"]
+        if missing and len(missing) < len(ranks):
+            problems.append(f"{first['name']}: None on ranks {missing}, a gradient on the others")
+    if problems:
+        raise ValueError(
+            f"{function}: some gradients are None on some ranks only.\n  " + "\n  ".join(problems[:8]) + "\nGive every "
+            "rank the same variables to train, or none_gradients='zeros' to count a missing one as zeros."
+        )
+
+
+def _clip_values(gradient: Gradient, limit: float) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        clipped = tf.clip_by_value(gradient.values, -limit, limit)
+        return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
+
+
+def _device(chosen: Options) -> Any:
+    return tf.device(f"/{chosen.horovod_device}:0" if chosen.horovod_device else None)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Horovod's operations have no XLA kernels here, and autograph would only rewrite our own code.
+    return tf.function(function, jit_compile=False, autograph=False, reduce_retracing=True)
+
+
+def _true_after(operation: Any) -> tf.Tensor:
+    with tf.control_dependencies([operation] if operation is not None else []):
+        return tf.constant(True)

@@ -1,0 +1,188 @@
+"""Owner modes: gradients to their owners, slots and updates there only, values back to everybody.
+
+Whole variables have one owner each, or every flat buffer is cut evenly among all ranks. Both are a fusion plan whose
+buckets say how many elements belong to each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdvars import algorithms, collectives, fusion, optimizer, placement, reduce
+from hvdvars.options import Options
+from hvdvars.reduce import Form
+from hvdvars.session import world
+from hvdvars.types import Gradient, Variable
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who owns what of one list of variables, and how it travels.
+
+    `gradients` covers the variables at `dense`; `values` those at `updated`. With `placement="elements"` they are the
+    same plan, and `owners` is empty.
+    """
+
+    name: str
+    forms: tuple[Form, ...]
+    placement: str
+    owners: tuple[int, ...]
+    dense: tuple[int, ...]
+    gradients: fusion.Plan
+    updated: tuple[int, ...]
+    values: fusion.Plan
+    scale: float
+    way: str
+
+    @property
+    def collectives(self) -> int:
+        """Collectives per step."""
+        sparse = sum(form.kind == "sparse" for form in self.forms)
+        return len(self.gradients.buckets) + 2 * sparse + len(self.values.buckets)
+
+    @property
+    def owned_bytes(self) -> tuple[int, ...]:
+        """Bytes of variables that each rank owns."""
+        ranks = world().size
+        loads = [0] * ranks
+        for bucket in self.values.buckets:
+            for rank, part in enumerate(parts_of(bucket)):
+                loads[rank] += part * tf.as_dtype(bucket.dtype).size
+        return tuple(loads)
+
+
+def plan_ownership(name: str, forms: Sequence[Form], options: Options) -> Ownership:
+    """Decide owners and buckets for variables of these forms. Local, and equal on every rank."""
+    ranks = world().size
+    scale = 1.0 / ranks if options.average else 1.0
+    way = "all_to_all" if options.reduce_to_owner == "auto" else options.reduce_to_owner
+    updated = tuple(i for i, form in enumerate(forms) if form.kind != "none")
+    together = options.fusion != "none"
+    if options.placement == "elements":
+        forms = tuple(Form("dense" if form.kind == "sparse" else form.kind, form.shape, form.dtype) for form in forms)
+        plan = fusion.plan(
+            [forms[i].shape for i in updated], [forms[i].dtype for i in updated], small_bytes=None if together else -1
+        )
+        return Ownership(name, forms, "elements", (), updated, plan, updated, plan, scale, way)
+    owners = placement.place([form.bytes for form in forms], ranks)
+    dense = tuple(i for i in updated if forms[i].kind == "dense")
+
+    def plan_for(indices: Sequence[int]) -> fusion.Plan:
+        shapes, dtypes = [forms[i].shape for i in indices], [forms[i].dtype for i in indices]
+        return fusion.plan_owned(shapes, dtypes, [owners[i] for i in indices], ranks, together=together)
+
+    return Ownership(
+        name, tuple(forms), "variables", owners, dense, plan_for(dense), updated, plan_for(updated), scale, way
+    )
+
+
+def parts_of(bucket: fusion.Bucket) -> tuple[int, ...]:
+    """Elements of the bucket that each rank owns. Local."""
+    return bucket.parts or placement.split_evenly(bucket.size, world().size)
+
+
+def _range_of(bucket: fusion.Bucket) -> tuple[int, int]:
+    parts, rank = parts_of(bucket), world().rank
+    return sum(parts[:rank]), sum(parts[: rank + 1])
+
+
+def owned_variables(ownership: Ownership, variables: Sequence[Variable]) -> list[Variable]:
+    """The variables that this rank updates, in the caller's order. Local."""
+    rank = world().rank
+    return [variables[i] for i in ownership.updated if ownership.owners[i] == rank]
+
+
+def create_shards(ownership: Ownership) -> list[tf.Variable]:
+    """This rank's piece of each bucket, as flat variables that the optimizer can hold slots for. Local."""
+    shards = []
+    for number, bucket in enumerate(ownership.values.buckets):
+        start, stop = _range_of(bucket)
+        initial = tf.zeros([stop - start], bucket.dtype)
+        shards.append(tf.Variable(initial, trainable=True, name=f"{ownership.name}/shard{number}".replace(".", "_")))
+    return shards
+
+
+def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The reduced gradients that this rank applies: of its shards, or aligned with `owned_variables`.
+
+    Collective: every rank of the group calls it in the same order, in a graph.
+    """
+    tensors = reduce.as_tensors(ownership.forms, ownership.dense, gradients)
+    parts = []
+    for number, bucket in enumerate(ownership.gradients.buckets):
+        buffer = fusion.fill(bucket, tensors)
+        name = f"{ownership.name}.{number}"
+        parts.append(algorithms.reduce_parts(buffer, parts_of(bucket), name, ownership.scale, ownership.way))
+    if ownership.placement == "elements":
+        return parts
+    found: dict[int, Gradient] = {}
+    for bucket, part in zip(ownership.gradients.buckets, parts, strict=True):
+        start, stop = _range_of(bucket)
+        places = [place for place in bucket.places if start <= place.offset < stop]
+        for place, tensor in zip(places, fusion.cut(part, places, start), strict=True):
+            found[ownership.dense[place.index]] = tensor
+    for place, dtype in zip(ownership.gradients.rest, ownership.gradients.rest_dtypes, strict=True):
+        found[ownership.dense[place.index]] = tf.zeros(place.shape, dtype)
+    for index, form in enumerate(ownership.forms):
+        if form.kind == "sparse":
+            name = f"{ownership.name}.sparse{index}"
+            found[index] = reduce.reduce_slices(name, gradients[index], form, ownership.scale)
+    rank = world().rank
+    return [found[i] for i in ownership.updated if ownership.owners[i] == rank]
+
+
+def update_shards(
+    ownership: Ownership, shards: Sequence[tf.Variable], gradients: Sequence[Gradient], variables: Sequence[Variable],
+    optimizer_: Any,
+) -> None:
+    """Take this rank's pieces of the variables' values into its shards, and apply the gradients there. Local.
+
+    The values come from the variables each time, so that whatever changed them (a restore, an assignment) counts.
+    """
+    values = [tf.convert_to_tensor(optimizer.tf_variable(variables[i])) for i in ownership.updated]
+    for bucket, shard in zip(ownership.values.buckets, shards, strict=True):
+        shard.assign(fusion.fill(bucket, values, *_range_of(bucket)))
+    optimizer.apply(optimizer_, gradients, shards)
+
+
+def publish(ownership: Ownership, variables: Sequence[Variable], shards: Sequence[tf.Variable]) -> None:
+    """Give every rank the owners' values.
+
+    Collective: every rank of the group calls it in the same order, in a graph, after the updates.
+    """
+    rank = world().rank
+    values = [tf.convert_to_tensor(optimizer.tf_variable(variables[i])) for i in ownership.updated]
+    for number, bucket in enumerate(ownership.values.buckets):
+        part = shards[number].read_value() if shards else fusion.fill(bucket, values, *_range_of(bucket))
+        whole = algorithms.gather_parts(part, parts_of(bucket), f"{ownership.name}.{number}")
+        for place, value in zip(bucket.places, fusion.cut(whole, bucket.places), strict=True):
+            index = ownership.updated[place.index]
+            if shards or ownership.owners[index] != rank:
+                variables[index].assign(value)
+
+
+def clip_to_global_norm(name: str, gradients: Sequence[Gradient], norm: float) -> list[Gradient]:
+    """Scale this rank's part of the gradients so that the norm of all parts together is at most `norm`.
+
+    Collective: every rank of the group calls it in the same order, in a graph.
+    """
+    present = [g for g in gradients if g is not None]
+    squares = [tf.reduce_sum(tf.square(tf.cast(_values(g), tf.float32))) for g in present]
+    total = collectives.all_reduce(tf.add_n(squares) if squares else tf.zeros([]), f"{name}.norm")
+    ratio = norm / tf.maximum(tf.sqrt(total), norm)
+    return [None if g is None else _scaled(g, ratio) for g in gradients]
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(gradient: Any, ratio: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(ratio, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(ratio, gradient.dtype)

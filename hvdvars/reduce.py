@@ -1,0 +1,180 @@
+"""Gradients in, reduced gradients out: the one path that every mode takes.
+
+`compact → pack → algorithm → unpack → uncompact`, with sparse gradients beside it. What is sent, in how many
+collectives and under which names is decided once, in a `Reduction`, from values that all ranks have compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from hvdvars import algorithms, collectives, fusion, sparse, spec
+from hvdvars.options import Options
+from hvdvars.session import world
+from hvdvars.types import Gradient
+
+# A table of unknown density is sent sparse above this size: its dense form would be mostly zeros.
+_DENSE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one gradient crosses the wire: `kind` is `dense`, `sparse` or `none`; shape and dtype are its variable's."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the variable."""
+        return tf.TensorShape(self.shape).num_elements() * tf.as_dtype(self.dtype).size
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One way of reducing one list of gradients; `dense` are the indices that the fusion plan covers, in its order."""
+
+    name: str
+    forms: tuple[Form, ...]
+    dense: tuple[int, ...]
+    plan: fusion.Plan
+    scale: float
+    alg: str
+    shards: int
+    compact: bool
+
+    @property
+    def collectives(self) -> int:
+        """Collectives per step."""
+        pieces = {"pscpu": 2, "psgpu": 2, "collective": 1}.get(self.alg, self.shards)
+        return len(self.plan.buckets) * pieces + 2 * sum(form.kind == "sparse" for form in self.forms)
+
+
+def choose_form(kinds: Sequence[str], rows: Sequence[int | None], form: Form, option: str, index_bytes: int) -> str:
+    """`dense`, `sparse` or `none` for one gradient, the same on every rank.
+
+    `kinds` and `rows` are each rank's: how its gradient came (`dense`, `sparse`, `none`), and its rows where known.
+    `option` is the manager's `sparse`. Local.
+    """
+    present = [kind for kind in kinds if kind != "none"]
+    if not present:
+        return "none"
+    if option == "dense" or any(kind == "dense" for kind in kinds) or "none" in kinds:
+        return "dense"
+    if option == "sparse":
+        return "sparse"
+    known = [count for count in rows if count is not None]
+    if len(known) < len(rows):
+        return "sparse" if form.bytes > _DENSE_BYTES else "dense"
+    row_bytes = form.bytes // max(1, form.shape[0])
+    return sparse.choose(max(known), row_bytes, index_bytes, form.bytes, len(kinds))
+
+
+def plan_reduction(name: str, forms: Sequence[Form], options: Options) -> Reduction:
+    """Decide how gradients of these forms are all-reduced under these options. Local."""
+    dense = tuple(i for i, form in enumerate(forms) if form.kind == "dense")
+    ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
+    alg, shards = (ranges[0].alg, ranges[0].shards) if ranges else ("xring", 1)
+    if options.gradient_repacking:
+        shards = options.gradient_repacking
+    compact = options.compact_gradient_transfer
+    dtypes = ["float16" if compact and forms[i].dtype == "float32" else forms[i].dtype for i in dense]
+    return Reduction(
+        name=name,
+        forms=tuple(forms),
+        dense=dense,
+        plan=_plan_buckets([forms[i].shape for i in dense], dtypes, options),
+        scale=1.0 / world().size if options.average else 1.0,
+        alg=alg,
+        shards=shards,
+        compact=compact,
+    )
+
+
+def _plan_buckets(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], options: Options) -> fusion.Plan:
+    if options.gradient_repacking:
+        return fusion.plan(shapes, dtypes, small_bytes=None, max_bytes=None)
+    if options.allreduce_merge_scope:
+        size = options.allreduce_merge_scope
+        return fusion.plan(shapes, dtypes, kind="group", small_bytes=None, max_bytes=None, max_group=size)
+    if options.agg_small_grads_max_bytes:
+        most = options.agg_small_grads_max_group
+        return fusion.plan(shapes, dtypes, small_bytes=options.agg_small_grads_max_bytes, max_bytes=None, max_group=most)
+    if options.fusion == "pack":
+        return fusion.plan(shapes, dtypes, small_bytes=None)
+    if options.fusion == "group":
+        return fusion.plan(shapes, dtypes, kind="group", small_bytes=None, max_bytes=None)
+    if options.fusion == "none":
+        return fusion.plan(shapes, dtypes, small_bytes=-1)
+    return fusion.plan(shapes, dtypes)
+
+
+def reduce_gradients(reduction: Reduction, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The reduced gradients on every rank, in the order of `gradients`: tensors, IndexedSlices, or None.
+
+    Collective: every rank of the group calls it in the same order, in a graph.
+    """
+    results: list[Gradient] = [None] * len(gradients)
+    for index, form in enumerate(reduction.forms):
+        if form.kind == "sparse":
+            results[index] = reduce_slices(f"{reduction.name}.sparse{index}", gradients[index], form, reduction.scale)
+    tensors = as_tensors(reduction.forms, reduction.dense, gradients)
+    for index, tensor in zip(reduction.dense, _reduce_tensors(reduction, tensors), strict=True):
+        results[index] = tensor
+    return results
+
+
+def _reduce_tensors(reduction: Reduction, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    scale, before = reduction.scale, 1.0
+    if reduction.compact:
+        # Divided before they are added, float16 sums stay within the range of the addends.
+        scale, before = 1.0, 1.0 / world().size
+        tensors = [tf.cast(t * before, tf.float16) if t.dtype == tf.float32 else t * before for t in tensors]
+    buffers: list[tf.Tensor | list[tf.Tensor]] = []
+    for number, (bucket, packed) in enumerate(
+        zip(reduction.plan.buckets, fusion.pack(reduction.plan, tensors), strict=True)
+    ):
+        name = f"{reduction.name}.{number}"
+        if bucket.kind == "group":
+            buffers.append(collectives.all_reduce_group(packed, name, scale))
+        else:
+            buffers.append(algorithms.all_reduce(packed, name, scale, reduction.alg, reduction.shards))
+    reduced = fusion.unpack(reduction.plan, buffers)
+    if not reduction.compact:
+        return reduced
+    after = 1.0 if reduction.scale != 1.0 or world().size == 1 else float(world().size)
+    return [
+        tf.cast(tensor, reduction.forms[index].dtype) * after
+        for index, tensor in zip(reduction.dense, reduced, strict=True)
+    ]
+
+
+def as_tensors(forms: Sequence[Form], indices: Sequence[int], gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    """The gradients at `indices` as tensors of their variables' shapes: slices summed up, None as zeros. Local."""
+    tensors = []
+    for index in indices:
+        gradient, form = gradients[index], forms[index]
+        if gradient is None:
+            gradient = tf.zeros(form.shape, form.dtype)
+        elif isinstance(gradient, tf.IndexedSlices):
+            gradient = sparse.to_dense(gradient, form.shape)
+        tensors.append(tf.ensure_shape(gradient, form.shape))
+    return tensors
+
+
+def reduce_slices(name: str, slices: tf.IndexedSlices, form: Form, scale: float) -> tf.IndexedSlices:
+    """The rows of all ranks, rows with equal index summed, times `scale`; indices are unique and ascend.
+
+    Collective: every rank of the group calls it in the same order. Each rank sums its own rows first, to send fewer.
+    """
+    own = sparse.sum_rows(slices)
+    rows = collectives.all_gather(own.values, f"{name}.rows")
+    indices = collectives.all_gather(tf.cast(own.indices, tf.int64), f"{name}.indices")
+    summed = sparse.sum_rows(tf.IndexedSlices(rows, indices, tf.constant(form.shape, tf.int64)))
+    if scale == 1.0:
+        return summed
+    return tf.IndexedSlices(summed.values * tf.cast(scale, rows.dtype), summed.indices, summed.dense_shape)
