@@ -46,7 +46,7 @@ def refuse(problem: UsageError) -> int:
 
 
 def interrupt() -> int:
-    """End this rank, and with it the job, after Ctrl-C; comes back, with the exit code, where there is one rank only."""
+    """End this rank, and with it the job, after Ctrl-C; comes back, with the exit code, where there is no other."""
     launcher = _launcher()
     if not launcher.rank:
         print("\nhvdvars: interrupted", file=sys.stderr, flush=True)

@@ -127,10 +127,10 @@ def _train(flags: TrainFlags, dataset: Dataset, trainer: Trainer, manager: Any, 
     seconds = round(time.perf_counter() - started, 3)
     summary = {**settings, **dataclasses.asdict(result), "train_seconds": seconds, **trainer.evaluate()}
     summary["replicas_identical"], summary["replicas_differ"] = trainer.verify()
-    if flags.train_dir is not None:
-        trainer.save(flags.train_dir / "checkpoint")
     summary["report"] = manager.report()
     records.finish(summary)
+    if flags.train_dir is not None:
+        trainer.save(flags.train_dir / "checkpoint")
     return summary
 
 
