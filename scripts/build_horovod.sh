@@ -78,5 +78,6 @@ assert MPI.Get_library_version()'
 fill_wheels() {
     python -m pip download --disable-pip-version-check --prefer-binary -d "$WHEELHOUSE" \
         "${build_packages[@]}" "$tf_package" "${mpi_packages[@]}" "$wheel" '.[train,test]'
+    python -m pip download --disable-pip-version-check --no-deps -d "$WHEELHOUSE" "tf_keras==${TF_VERSION%.*}.*"
     printf '%s' "$environment_key" > "$WHEELHOUSE/environment.txt"
 }

@@ -94,6 +94,8 @@ if [ -z "$wheel" ]; then
 else
     say "Using the Horovod wheel built earlier for this TensorFlow, MPI, Python and compiler"
 fi
+# Keras 2 beside TensorFlow, for the tests; its own requirement names the large TensorFlow wheel, so without it.
+step "Installing tf_keras ${TF_VERSION%.*}" "$network_hint" pip_install --no-deps "tf_keras==${TF_VERSION%.*}.*"
 step "Installing Horovod" "Remove $CACHE/$wheel_key and run again." pip_install "$wheel"
 step "Installing hvdvars and its test tools" "$network_hint" pip_install --no-build-isolation -e '.[train,test]'
 step "Loading Horovod's TensorFlow extension" \
