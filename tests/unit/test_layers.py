@@ -16,7 +16,7 @@ LAYERS = [
     ["check", "fusion", "sparse", "placement", "spec", "scaling", "options", "launchenv", "optimizer"],
     ["session", "collectives"],
     ["algorithms", "broadcast", "guard", "staging"],
-    ["reduce"],
+    ["reduce", "owner"],
     ["mgr", "checkpoint"],
     ["distribute"],
     ["keras", "tf_cnn_benchmarks"],
@@ -25,7 +25,7 @@ LAYERS = [
     ["__main__"],
 ]
 # The few imports inside one row: (importer, imported).
-BESIDE = {("options", "spec"), ("collectives", "session")}
+BESIDE = {("options", "spec"), ("collectives", "session"), ("owner", "reduce")}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
