@@ -69,7 +69,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     threads = {} if options.threads is None else machine.thread_settings(options.threads)
     series: list[Series] = []
     memory_used: list[dict[str, Any]] = []
-    with tqdm(total=1, dynamic_ncols=True, unit="block", disable=None) as bar:
+    # In a log file, a line now and then instead of a bar that moves.
+    interval = 0.1 if sys.stderr.isatty() else 20
+    with tqdm(total=1, dynamic_ncols=True, unit="block", mininterval=interval, maxinterval=60) as bar:
 
         def tick(what: str) -> None:
             bar.set_description_str(f"{what:<44.44}", refresh=False)

@@ -88,9 +88,10 @@ class Rounds:
             action(contender)
         except JobError as error:
             self._pool.drop(error.job)
+            self.series.failed[contender.name] = str(error)
             for other in self._contenders:
                 if other.job == error.job:
-                    self.series.failed.setdefault(other.name, f"while {contender.name} ran: {error}")
+                    self.series.failed.setdefault(other.name, f"its job {error.job} ended while {contender.name} ran")
 
     def _prepare(self, contender: Contender) -> None:
         job = self._pool.job(contender.job)

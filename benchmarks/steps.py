@@ -148,6 +148,7 @@ def _hvdvars(world: World, spec: Contender, data: Data) -> tuple[Step, Callable[
     import hvdvars as hv
 
     manager = hv.create(spec.mode, **spec.options)
+    manager.broadcast(data.variables)
     if spec.optimizer == "adam":
         import keras
 
