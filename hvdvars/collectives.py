@@ -57,6 +57,7 @@ def init() -> None:
         return
     launcher = launchenv.detect()
     launchenv.prepare_environment(launcher)
+    session.keep_memory()
     mpi = None if launcher.name == "horovodrun-gloo" else session.start_mpi()
     hvd.init()
     launchenv.refuse_split_world(launcher, hvd.size())

@@ -236,8 +236,8 @@ def cut(buffer: tf.Tensor, places: Sequence[Place], start: int = 0) -> list[tf.T
         return [_shaped(buffer, places[0].shape)]
     row = _row(buffer.dtype.name)
     blocks = _blocks(places, start, buffer.shape[0], row)
-    whole = sum(size for size, _ in blocks) // row * row
     head = [block for block in blocks if block[0] % row == 0]
+    whole = sum(size for size, _ in head)
     pieces = tf.split(tf.reshape(buffer[:whole], [-1, row]), [size // row for size, _ in head]) if head else []
     tensors: dict[int, tf.Tensor] = {}
     for (size, inside), piece in zip(head, pieces, strict=True):

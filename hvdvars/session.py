@@ -86,6 +86,25 @@ def _in_environment(library: str) -> str:
     return path if os.path.exists(path) else library
 
 
+def keep_memory() -> bool:
+    """Let the C library keep freed buffers instead of returning them to the system; whether it was done. Local.
+
+    A step allocates and frees the same large buffers again and again. By default glibc gets each from the system and
+    gives it back, and the page faults cost more than the copies into them. `HVDVARS_MEMORY_DEFAULTS=0`, or any setting
+    of the user's own, leaves everything as it is.
+    """
+    own = ("GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
+    if os.environ.get("HVDVARS_MEMORY_DEFAULTS", "1") == "0" or any(os.environ.get(name) for name in own):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX of malloc.h: no mappings of their own for large buffers, no
+    # trimming, growth in large steps, and one heap, since the others are limited to 64 MB and given back when empty.
+    settings = ((-4, 0), (-1, -1), (-2, 64 * 1024 * 1024), (-8, 1))
+    return all([bool(mallopt(option, value)) for option, value in settings])
+
+
 def set_threads(masks: Sequence[Sequence[int]], local_rank: int) -> None:
     """Give TensorFlow as many threads as this rank has CPUs to itself, where the user asked for no number.
 
