@@ -48,7 +48,7 @@ def build(world: World, spec: Contender, profile: Profile, shared: dict[Any, Any
         shared[key] = _keras_data(world, profile) if spec.optimizer == "adam" else _data(world, profile)
     data = shared[key]
     step, report = _BUILDERS[spec.kind](world, spec, data)
-    alone = spec.kind == "none" or spec.mode == "independent"
+    alone = spec.kind in ("none", "by_hand") or spec.mode == "independent"
     gradient = world.rank + 1.0 if alone else (world.size + 1) / 2
 
     def check(step: Step) -> None:
