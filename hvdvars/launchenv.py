@@ -17,8 +17,10 @@ TRANSPORT_DEFAULTS: dict[str, str] = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "1048576",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-"""Open MPI settings that make large all-reduces a segmented ring; set only where the user tuned nothing himself."""
+"""Open MPI settings, made only where the user tuned nothing himself: large all-reduces become a segmented ring, and a
+rank that waits for another lends its core to the threads that compute."""
 
 TRANSPORT_SWITCH = "HVDVARS_TRANSPORT_DEFAULTS"
 
@@ -75,7 +77,7 @@ def prepare_environment(launcher: Launcher, environ: MutableMapping[str, str] = 
         wanted["OPAL_PREFIX"] = sys.prefix
     defaults = _switched_on(environ)
     if defaults and launcher.name in (*_OPEN_MPI, "srun") and not _user_tuned(environ):
-        wanted.update(TRANSPORT_DEFAULTS)
+        wanted.update({name: value for name, value in TRANSPORT_DEFAULTS.items() if name not in environ})
     environ.update(wanted)
     return wanted
 
