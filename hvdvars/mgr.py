@@ -49,6 +49,8 @@ class VariableMgr:
         # In the names of all collectives: two managers in one program never answer each other.
         self._name = f"hvdvars.{next(_numbers)}"
         self._uses: dict[Any, _Use] = {}
+        # What a checkpoint brought, by the optimizer's id, until the optimizer has slots for it.
+        self.restored: dict[int, Any] = {}
 
     # --- what a mode answers -----------------------------------------------------------------------------------------
 
@@ -131,6 +133,10 @@ class VariableMgr:
             "plans": [self._report(use) for use in self._uses.values()],
         }
 
+    def uses_of(self, optimizer_: Any) -> list[_Use]:
+        """The lists of variables, with their plans, that this optimizer has been used for. Local."""
+        return [use for use in self._uses.values() if id(optimizer_) in use.optimizers]
+
     # --- shared parts ------------------------------------------------------------------------------------------------
 
     def _broadcast_targets(self, targets: Any) -> list[Variable]:
@@ -196,7 +202,9 @@ class VariableMgr:
             self._build(use, optimizer_)
             if self.options.verify_every and use.steps is None:
                 use.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdvars_steps")
-        use.optimizers[id(optimizer_)] = optimizer_
+            use.optimizers[id(optimizer_)] = optimizer_
+            if id(optimizer_) in self.restored:
+                self.restored[id(optimizer_)].settle(use)
 
     def _build(self, use: _Use, optimizer_: Any) -> None:
         optimizer.build(optimizer_, use.variables)

@@ -13,10 +13,10 @@ PACKAGE = ROOT / "hvdvars"
 # Lowest first. A file may import from the rows before its own. Folders of the package count as one.
 LAYERS = [
     ["types"],
-    ["check", "fusion", "sparse", "placement", "spec", "scaling", "options", "launchenv", "optimizer"],
+    ["check", "fusion", "sparse", "placement", "spec", "scaling", "options", "launchenv", "optimizer", "snapshot"],
     ["session", "collectives"],
-    ["algorithms", "broadcast", "guard", "staging"],
-    ["reduce", "owner"],
+    ["algorithms", "broadcast", "guard", "staging", "relay", "slots"],
+    ["reduce", "owner", "holding"],
     ["mgr", "checkpoint"],
     ["distribute"],
     ["keras", "tf_cnn_benchmarks"],
@@ -25,7 +25,13 @@ LAYERS = [
     ["__main__"],
 ]
 # The few imports inside one row: (importer, imported).
-BESIDE = {("options", "spec"), ("collectives", "session"), ("owner", "reduce")}
+BESIDE = {
+    ("options", "spec"),
+    ("collectives", "session"),
+    ("owner", "reduce"),
+    ("holding", "owner"),
+    ("checkpoint", "mgr"),
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
