@@ -129,6 +129,9 @@ def _refusals(name: str) -> dict[str, str]:
         return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": here}
     if name == "gradient_clip":
         return {}
+    if name == "stall_seconds":
+        here = f"set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init; a limit of each manager's own is {_LATER}"
+        return dict.fromkeys(MODES, here)
     if name == "all_reduce_spec":
         return {"independent": _NO_REDUCE, **_NO_SPEC}
     if name in ("placement", "reduce_to_owner"):
@@ -175,6 +178,7 @@ def resolve(mode: str, **options: Any) -> Options:
         given[name] = value
     _check_contradictions(mode, given)
     _check_spec(mode, given)
+    _check_owners(mode, given)
     if mode == "collective_all_reduce":
         given.setdefault("all_reduce_spec", "collective")
     return Options(**given)
@@ -238,6 +242,18 @@ def _check_contradictions(mode: str, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"create({mode!r}): option agg_small_grads_max_group={given['agg_small_grads_max_group']} has no effect "
             "without agg_small_grads_max_bytes; give both"
+        )
+
+
+def _check_owners(mode: str, given: Mapping[str, Any]) -> None:
+    if mode == "parameter_server" and given.get("fusion") == "group":
+        raise ValueError(
+            f"create({mode!r}): option fusion='group' is refused: Horovod has no groups for all-to-all; use 'auto' or 'none'"
+        )
+    if given.get("placement") == "elements" and given.get("sparse") == "sparse":
+        raise ValueError(
+            f"create({mode!r}): sparse='sparse' and placement='elements' contradict each other: rows cannot be cut; "
+            "use placement='variables', or sparse='dense'"
         )
 
 

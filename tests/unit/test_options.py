@@ -51,6 +51,8 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
     if name == "agg_small_grads_max_group":
         options["agg_small_grads_max_bytes"] = 1024
     reason = OPTION_TABLE[name][mode]
+    if (mode, name, value) == ("parameter_server", "fusion", "group"):
+        reason = "no groups for all-to-all"
     if reason is None:
         assert getattr(resolve(mode, **options), name) == value
         return
@@ -59,6 +61,12 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
     assert f"create({mode!r})" in str(caught.value)
     if len(options) == 1:
         assert name in str(caught.value) and repr(value) in str(caught.value) and reason in str(caught.value)
+
+
+def test_rows_of_sparse_gradients_cannot_be_cut():
+    with pytest.raises(ValueError, match="rows cannot be cut"):
+        resolve("parameter_server", placement="elements", sparse="sparse")
+    assert resolve("parameter_server", placement="elements", sparse="dense").sparse == "dense"
 
 
 def test_the_modes_that_hold_an_option():
