@@ -34,8 +34,6 @@ _MOVED_AS = {
     "bfloat16": "uint16",
     "uint32": "int32",
     "uint64": "int64",
-    "float8_e5m2": "uint8",
-    "float8_e4m3fn": "uint8",
 }
 _PAIRS = {"complex64": "float32", "complex128": "float64"}
 
@@ -146,12 +144,7 @@ def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     dtype = _one_dtype("all_reduce", tensors, name)
-    if scale != 1.0 and dtype.is_integer:
-        raise TypeError(
-            f"all_reduce: '{name}' has dtype {dtype.name}, whose scaled sum is not exact on rank {world().rank}. "
-            "Use average=False, or cast to a floating type."
-        )
-    wire = _reduction_type("all_reduce", dtype, name)
+    wire = _reduction_type("all_reduce", dtype, name, scale)
 
     def communicate(name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
         sent = [_to_wire(tensor, wire) for tensor in tensors]
@@ -162,7 +155,7 @@ def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0
         return [_from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
 
     if world().size == 1:
-        return [tf.identity(tensor) for tensor in tensors]
+        return [_scaled(tensor, scale) for tensor in tensors]
     return _call(f"all_reduce:{scale}", communicate, name, *tensors)
 
 
@@ -257,7 +250,7 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
             f"reduce_scatter: '{name}' has shape {tensor.shape} on rank {world().rank}; the first dimension must be a "
             f"multiple of the {world().size} ranks. Pad it."
         )
-    dtype, wire = tensor.dtype, _reduction_type("reduce_scatter", tensor.dtype, name)
+    dtype, wire = tensor.dtype, _reduction_type("reduce_scatter", tensor.dtype, name, scale)
     wire = wire if wire in _SCATTERED else "int32"
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -265,7 +258,7 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
         return [_from_wire(part, dtype, tensor[: length // world().size])]
 
     if world().size == 1:
-        return tf.identity(tensor)
+        return _scaled(tensor, scale)
     return _call(f"reduce_scatter:{scale}", communicate, name, tensor)[0]
 
 
@@ -365,7 +358,12 @@ def _one_dtype(function: str, tensors: Sequence[tf.Tensor], name: str) -> tf.DTy
     return tensors[0].dtype
 
 
-def _reduction_type(function: str, dtype: tf.DType, name: str) -> str:
+def _reduction_type(function: str, dtype: tf.DType, name: str, scale: float) -> str:
+    if scale != 1.0 and dtype.is_integer:
+        raise TypeError(
+            f"{function}: '{name}' has dtype {dtype.name}, whose scaled sum is not exact on rank {world().rank}. "
+            "Use average=False, or cast to a floating type."
+        )
     wire = dtype.name if dtype.name in _SUMMED else _SUMMED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
     if wire is None:
         raise TypeError(
@@ -397,6 +395,10 @@ def _from_wire(tensor: tf.Tensor, dtype: tf.DType, like: tf.Tensor) -> tf.Tensor
     else:
         result = _from_bits(tensor, dtype) if dtype.is_complex else tf.cast(tensor, dtype)
     return tf.ensure_shape(result, like.shape)
+
+
+def _scaled(tensor: tf.Tensor, scale: float) -> tf.Tensor:
+    return tf.identity(tensor) if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
 
 
 def _bits(tensor: tf.Tensor, wire: str) -> tf.Tensor:
