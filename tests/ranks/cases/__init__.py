@@ -1,0 +1,90 @@
+"""What runs on every rank: functions marked `@case`, in the order of `MODULES` and of their definition.
+
+A case is called as `function(world)` or, once for each of its `params`, as `function(world, param)`. It fails by
+raising, on any rank. Every rank runs the same cases in the same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MODULES = (
+    "lifecycle",
+    "moves",
+    "values",
+    "reduction",
+    "graphs",
+    "mismatch",
+    "contract",
+    "kinds",
+    "reports",
+    "restart",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function with one of its params, and the launches that it belongs to."""
+
+    name: str
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    hows: tuple[str, ...]
+    before_init: bool
+    limit: int
+
+    def belongs_to(self, launch: Any) -> bool:
+        return launch.how in self.hows and launch.size in self.sizes
+
+
+@dataclass
+class World:
+    """What a case is told: its place among the ranks, the launch, and the package's collectives (after `init`)."""
+
+    rank: int = -1
+    size: int = -1
+    how: str = ""
+    collectives: Any = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What one case leaves for later ones."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+
+ALL: list[Case] = []
+EVERYWHERE = ("mpi", "gloo", "horovodrun", "bare")
+
+
+def case(
+    *,
+    sizes: Sequence[int] = (1, 2, 3, 4),
+    hows: Sequence[str] = ("mpi", "gloo"),
+    params: Mapping[str, Any] | Sequence[str] | None = None,
+    before_init: bool = False,
+    limit: int = 90,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function that runs on every rank of the launches named; `limit` is in seconds."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        base = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        table = params if isinstance(params, Mapping) else {name: name for name in params or ()}
+        runs = [(f"{base}[{name}]", (value,)) for name, value in table.items()] if params else [(base, ())]
+        for name, arguments in runs:
+            ALL.append(Case(name, function, arguments, tuple(sizes), tuple(hows), before_init, limit))
+        return function
+
+    return register
+
+
+def load() -> list[Case]:
+    """All cases, in the order in which every rank runs them."""
+    if not ALL:
+        for name in MODULES:
+            importlib.import_module(f"{__name__}.{name}")
+    return ALL
