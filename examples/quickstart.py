@@ -1,8 +1,9 @@
 """Train the handwritten digits with a sharded owner for every variable: horovodrun -np 2 python examples/quickstart.py."""
 
-import hvdvars as hv
 import tensorflow as tf
 from sklearn.datasets import load_digits
+
+import hvdvars as hv
 
 hv.init()
 digits = load_digits()

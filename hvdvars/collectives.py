@@ -293,7 +293,7 @@ def _local_masks(mpi: Any) -> list[list[int]]:
     """The allowed CPUs of every rank of this node, in order of local rank."""
     mine = launchenv.allowed_cpus()
     if mpi is None:
-        # Asking the others would start TensorFlow's threads. No launcher binds Gloo ranks one by one: all have our mask.
+        # Asking the others would start TensorFlow's threads. No launcher binds Gloo ranks one by one.
         return [mine] * world().local_size
     found = mpi.COMM_WORLD.allgather((world().cross_rank, world().local_rank, mine))
     return [mask for node, _, mask in sorted(found) if node == world().cross_rank]

@@ -105,7 +105,8 @@ def verify(variables: Any, hint: str = "") -> None:
         digests = [tensors[index]["digest"] for tensors in ranks]
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
-            wrong.append(f"{check.name_of(variable)} {tuple(variable.shape)}: ranks {_listed(others)} differ from rank 0")
+            what = f"{check.name_of(variable)} {tuple(variable.shape)}"
+            wrong.append(f"{what}: ranks {_listed(others)} differ from rank 0")
     if wrong:
         shown = wrong[:_MOST_SHOWN] + ([f"… and {len(wrong) - _MOST_SHOWN} more"] if len(wrong) > _MOST_SHOWN else [])
         raise RuntimeError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import broadcast, check, collectives, guard, options, optimizer, owner, reduce
+from hvdvars import broadcast, check, collectives, guard, optimizer, options, owner, reduce
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started, world
@@ -89,8 +89,7 @@ class VariableMgr:
             ValueError: gradients do not fit their variables, or the ranks disagree; on every rank alike.
             TypeError: a dtype cannot be summed, or has no exact mean.
         """
-        use = self._use("reduce", grads, variables)
-        gradients = self._aligned("reduce", grads, variables)[0]
+        use, gradients = self._use("reduce", grads, variables)
         if not tf.executing_eagerly():
             return self._reduce(use, gradients)
         function = use.functions.setdefault(0, _compile(lambda given: self._reduce(use, given)))
@@ -109,14 +108,13 @@ class VariableMgr:
             RuntimeError: at the first step, where the ranks' variables differ.
         """
         optimizer.kind_of(optimizer_)
-        use = self._use("apply_gradients", grads, variables)
-        gradients = self._aligned("apply_gradients", grads, variables)[0]
+        use, gradients = self._use("apply_gradients", grads, variables)
         self._prepare(use, optimizer_)
         if not tf.executing_eagerly():
             self._step(use, optimizer_, gradients)
             return
-        function = use.functions.setdefault(id(optimizer_), _compile(lambda given: self._step(use, optimizer_, given)))
-        function(gradients)
+        step = use.functions.setdefault(id(optimizer_), _compile(lambda given: self._step(use, optimizer_, given)))
+        step(gradients)
 
     def flush(self) -> None:
         """Apply what is pending and publish what is staged. No mode of this version holds anything back. Local."""
@@ -142,18 +140,20 @@ class VariableMgr:
     def _broadcast_targets(self, targets: Any) -> list[Variable]:
         return broadcast.flatten_targets(targets)
 
-    def _aligned(self, function: str, grads: Any, variables: Any) -> tuple[list[Gradient], list[Variable]]:
-        return check.check_aligned(function, grads, variables)
+    def _use(
+        self, function: str, grads: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> tuple[_Use, list[Gradient]]:
+        """The use of these variables, and the gradients as tensors.
 
-    def _use(self, function: str, grads: Sequence[Gradient], variables: Sequence[Variable]) -> _Use:
-        """The use of these variables; at the first one, all ranks compare what they are about to do."""
+        At the first use, all ranks compare what they are about to do.
+        """
         require_started(f"VariableMgr.{function}")
-        gradients, checked = self._aligned(function, grads, variables)
+        gradients, checked = check.check_aligned(function, grads, variables)
         kinds = tuple(_kind(gradient) for gradient in gradients)
         key = (tuple(id(variable) for variable in checked), kinds)
         if key not in self._uses:
             self._uses[key] = self._first_use(function, gradients, checked, kinds)
-        return self._uses[key]
+        return self._uses[key], gradients
 
     def _first_use(
         self, function: str, gradients: list[Gradient], variables: list[Variable], kinds: tuple[str, ...]
@@ -384,7 +384,7 @@ def create(mode: str, **given: Any) -> VariableMgr:
             "Build it with NCCL=1 scripts/setup.sh, or use 'xring'."
         )
     if chosen.horovod_device == "gpu" and not tf.config.list_logical_devices("GPU"):
-        raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out, or use 'cpu'.")
+        raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out or use 'cpu'.")
     if mode == "parameter_server" and place.cross_size > 1:
         return VariableMgrDistributedFetchFromPS(chosen)
     return _CLASSES[mode](chosen)

@@ -142,6 +142,5 @@ def state(optimizer: Any) -> list[Variable]:
 def state_bytes(optimizer: Any) -> int:
     """Bytes of the optimizer's slots on this rank, without counters. Local."""
     shared = {id(variable) for variable in shared_state(optimizer)}
-    return sum(
-        tf.TensorShape(v.shape).num_elements() * tf.as_dtype(v.dtype).size for v in state(optimizer) if id(v) not in shared
-    )
+    slots = [variable for variable in state(optimizer) if id(variable) not in shared]
+    return sum(tf.TensorShape(slot.shape).num_elements() * tf.as_dtype(slot.dtype).size for slot in slots)

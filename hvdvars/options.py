@@ -248,7 +248,8 @@ def _check_contradictions(mode: str, given: Mapping[str, Any]) -> None:
 def _check_owners(mode: str, given: Mapping[str, Any]) -> None:
     if mode == "parameter_server" and given.get("fusion") == "group":
         raise ValueError(
-            f"create({mode!r}): option fusion='group' is refused: Horovod has no groups for all-to-all; use 'auto' or 'none'"
+            f"create({mode!r}): option fusion='group' is refused: Horovod has no groups for all-to-all; "
+            "use 'auto' or 'none'"
         )
     if given.get("placement") == "elements" and given.get("sparse") == "sparse":
         raise ValueError(

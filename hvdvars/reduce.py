@@ -102,8 +102,8 @@ def _plan_buckets(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], opti
         size = options.allreduce_merge_scope
         return fusion.plan(shapes, dtypes, kind="group", small_bytes=None, max_bytes=None, max_group=size)
     if options.agg_small_grads_max_bytes:
-        most = options.agg_small_grads_max_group
-        return fusion.plan(shapes, dtypes, small_bytes=options.agg_small_grads_max_bytes, max_bytes=None, max_group=most)
+        small, most = options.agg_small_grads_max_bytes, options.agg_small_grads_max_group
+        return fusion.plan(shapes, dtypes, small_bytes=small, max_bytes=None, max_group=most)
     if options.fusion == "pack":
         return fusion.plan(shapes, dtypes, small_bytes=None)
     if options.fusion == "group":

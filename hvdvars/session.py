@@ -102,7 +102,8 @@ def keep_memory() -> bool:
     # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX of malloc.h: no mappings of their own for large buffers, no
     # trimming, growth in large steps, and one heap, since the others are limited to 64 MB and given back when empty.
     settings = ((-4, 0), (-1, -1), (-2, 64 * 1024 * 1024), (-8, 1))
-    return all([bool(mallopt(option, value)) for option, value in settings])
+    answers = [mallopt(option, value) for option, value in settings]
+    return all(answers)
 
 
 def set_threads(masks: Sequence[Sequence[int]], local_rank: int) -> None:

@@ -8,7 +8,8 @@ from hvdvars.options import MODES, OPTION_TABLE, RULES
 def table() -> str:
     """Markdown: one row per option, one column per mode, footnotes for the reasons of refusal."""
     reasons: list[str] = []
-    rows = [f"| option | what it does | {' | '.join(f'`{mode}`' for mode in MODES)} |", "| --- " * (len(MODES) + 2) + "|"]
+    header = " | ".join(f"`{mode}`" for mode in MODES)
+    rows = [f"| option | what it does | {header} |", "| --- " * (len(MODES) + 2) + "|"]
     for option, per_mode in OPTION_TABLE.items():
         cells = []
         for mode in MODES:

@@ -148,10 +148,13 @@ def _add_work(group: Any) -> None:
         help="sgd, momentum, rmsprop, adam, adamw or a name in keras.optimizers (default: %(default)s)",
     )
     add(
-        "--learning_rate", type=_positive(float), default=None, help="default: sgd 0.1, momentum 0.05, else Keras's own"
+        "--learning_rate",
+        type=_positive(float),
+        default=None,
+        help="default: sgd 0.1, momentum 0.05, adam 0.002, else Keras's own",
     )
     add("--batch_size", type=_positive(int), default=32, help="samples per rank and step (default: %(default)s)")
-    add("--epochs", type=_positive(int), default=30, help="passes over the data (default: %(default)s)")
+    add("--epochs", type=_positive(int), default=40, help="passes over the data (default: %(default)s)")
     add("--seed", type=_seed, default=0, help="of the model, the order of samples and dropout (default: %(default)s)")
 
 

@@ -17,7 +17,7 @@ from hvdvars.cli.errors import UsageError
 
 _MINIMUM = {"InceptionV3": 75, "InceptionResNetV2": 75, "Xception": 71}
 _USUAL_MINIMUM = 32
-_LEARNING_RATES = {"sgd": 0.1, "momentum": 0.05}
+_LEARNING_RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 0.002}
 
 
 def build_model(name: str, input_shape: tuple[int, ...], classes: int) -> Any:
@@ -62,7 +62,7 @@ def cnn(input_shape: tuple[int, ...], classes: int) -> Any:
         side, filters = side // 2, min(2 * filters, 128)
         if side <= 4:
             break
-    stack += [layers.Flatten(), layers.Dropout(0.25), layers.Dense(128, activation="relu"), layers.Dense(classes)]
+    stack += [layers.Flatten(), layers.Dropout(0.5), layers.Dense(128, activation="relu"), layers.Dense(classes)]
     return tf.keras.Sequential(stack, name="cnn")
 
 
