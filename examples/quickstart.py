@@ -1,4 +1,4 @@
-"""Train the handwritten digits with a sharded owner for every variable: horovodrun -np 2 python examples/quickstart.py."""
+"""Train the handwritten digits with an owner for every variable: horovodrun -np 2 python examples/quickstart.py."""
 
 import tensorflow as tf
 from sklearn.datasets import load_digits

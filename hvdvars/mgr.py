@@ -121,7 +121,7 @@ class VariableMgr:
         require_started("VariableMgr.flush")
 
     def report(self) -> dict[str, Any]:
-        """What this manager does, as JSON-able values: mode, world, options, and a plan per list of variables. Local."""
+        """What this manager does, as JSON-able values: mode, world, options, a plan per list of variables. Local."""
         place = require_started("VariableMgr.report")
         return {
             "mode": self.mode,
@@ -317,7 +317,7 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
             return
         if optimizer.is_elementwise(optimizer_) is False:
             raise ValueError(
-                f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (their norms, names or layers), "
+                f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (norms, names or layers), "
                 "so they cannot be cut. Use placement='variables'."
             )
         use.shards[id(optimizer_)] = owner.create_shards(use.plan)
