@@ -238,10 +238,11 @@ def cut(buffer: tf.Tensor, places: Sequence[Place], start: int = 0) -> list[tf.T
     blocks = _blocks(places, start, buffer.shape[0], row)
     head = [block for block in blocks if block[0] % row == 0]
     whole = sum(size for size, _ in head)
-    pieces = tf.split(tf.reshape(buffer[:whole], [-1, row]), [size // row for size, _ in head]) if head else []
+    start_of_buffer = buffer if whole == buffer.shape[0] else buffer[:whole]
+    pieces = tf.split(start_of_buffer, [size for size, _ in head]) if head else []
     tensors: dict[int, tf.Tensor] = {}
-    for (size, inside), piece in zip(head, pieces, strict=True):
-        tensors.update(_cut_block(tf.reshape(piece, [size]), inside))
+    for (_, inside), piece in zip(head, pieces, strict=True):
+        tensors.update(_cut_block(piece, inside))
     for size, inside in blocks[len(head) :]:
         tensors.update(_cut_block(tf.ensure_shape(buffer[-size:], [size]), inside))
     return [tensors[place.index] for place in places]
@@ -275,4 +276,4 @@ def _cut_block(block: tf.Tensor, places: Sequence[Place]) -> dict[int, tf.Tensor
 
 
 def _shaped(tensor: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-    return tf.ensure_shape(tensor, shape) if len(shape) == 1 else tf.reshape(tensor, shape)
+    return tensor if tensor.shape == shape else tf.reshape(tensor, shape)
