@@ -82,6 +82,10 @@ def _checked(given: dict[str, Any]) -> TrainFlags:
         raise UsageError(f"--variable_update {mode}: {reason}") from None
     given["model"] = names.check_model(given["model"])
     given["optimizer"] = names.check_optimizer(given["optimizer"])
+    if wanted.get("placement") == "elements" and given["optimizer"] in names.LAYER_WISE:
+        raise UsageError(
+            f"--optimizer {given['optimizer']} looks at whole variables, so they cannot be cut: use --placement variables"
+        )
     _check_packages(given)
     return TrainFlags(options=wanted, **given)
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from hvdvars.cli.errors import UsageError
 
 BUILT_IN_MODELS = ("cnn", "mlp")
+LAYER_WISE = ("Adafactor", "Lamb", "Muon")
+"""Optimizers of Keras that look at whole variables; the core refuses others when it sees them."""
+
 BUILT_IN_OPTIMIZERS = ("sgd", "momentum", "rmsprop", "adam", "adamw")
 
 # Where each Keras keeps the list of what ``tf.keras.<module>`` exports: Keras 3 (two layouts), Keras 2.

@@ -75,6 +75,7 @@ def test_bool_flag_without_value_is_true():
         (["--model", "nowhere.py:build"], ["nowhere.py", "No such file"]),
         (["--model", "nowhere.py"], ["file.py:function"]),
         (["--optimizer", "adm"], ["adm", "did you mean 'adam'"]),
+        (["--optimizer", "lamb", "--placement", "elements"], ["Lamb", "--placement variables"]),
         (["--batch_size", "0"], ["--batch_size", "positive integer", "'0'"]),
         (["--epochs", "two"], ["--epochs", "positive integer"]),
         (["--learning_rate", "nan"], ["--learning_rate", "positive number"]),
