@@ -15,7 +15,7 @@ from benchmarks import machine, memory, report
 from benchmarks.contenders import ADAM, BROADCAST, OVERHEAD, Contender, update_contenders
 from benchmarks.jobs import Pool
 from benchmarks.profiles import PROFILES
-from benchmarks.rounds import Rounds, Series, Settings
+from benchmarks.rounds import Rounds, Settings
 
 PARTS = ("update", "adam", "overhead", "broadcast", "memory")
 UPDATE_PROFILES = ("1000x256", "resnet50", "vgg16", "100MB")
@@ -61,36 +61,44 @@ def plan(options: argparse.Namespace) -> list[tuple[str, str, tuple[Contender, .
     return series + [one for one in fixed if one[0] in options.parts]
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything asked for; jobs of one number of ranks live together and sleep in turn."""
+def begin(options: argparse.Namespace) -> dict[str, Any]:
+    """Results with nothing measured yet."""
+    settings = {key: getattr(options, key) for key in ("rounds", "block_seconds", "seed", "threads")}
+    return {
+        "machine": machine.describe(),
+        "settings": {**settings, "command": sys.argv[1:]},
+        "series": [],
+        "memory": [],
+    }
+
+
+def measure(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
+    """Adds everything asked for to the results; jobs of one number of ranks live together and sleep in turn."""
     from tqdm import tqdm
 
-    settings = {"rounds": options.rounds, "block_seconds": options.block_seconds, "seed": options.seed}
     threads = {} if options.threads is None else machine.thread_settings(options.threads)
-    series: list[Series] = []
-    memory_used: list[dict[str, Any]] = []
     # In a log file, a line now and then instead of a bar that moves.
     interval = 0.1 if sys.stderr.isatty() else 20
-    with tqdm(total=1, dynamic_ncols=True, unit="block", mininterval=interval, maxinterval=60) as bar:
+    blocks = sum(len(one[2]) * (options.rounds + 1) for one in plan(options))
+    blocks += len(ADAM) if "memory" in options.parts else 0
+    with tqdm(
+        total=len(options.ranks) * blocks, dynamic_ncols=True, unit="block", mininterval=interval, maxinterval=60
+    ) as bar:
 
         def tick(what: str) -> None:
             bar.set_description_str(f"{what:<44.44}", refresh=False)
             bar.update()
 
-        bar.reset(len(options.ranks) * sum(len(one[2]) * (options.rounds + 1) for one in plan(options)))
         for ranks in options.ranks:
             with Pool(ranks, folder, options.limit, threads) as pool:
                 for part, profile, contenders in plan(options):
-                    chosen = Settings(**settings, cold=part == "broadcast")
-                    series.append(Rounds(pool, part, profile, contenders, chosen).measure(tick))
+                    settings = Settings(options.rounds, options.block_seconds, part == "broadcast", options.seed)
+                    found = Rounds(pool, part, profile, contenders, settings).measure(tick)
+                    results["series"].append(found.as_dict())
             if "memory" in options.parts:
-                memory_used += memory.measure(ranks, folder, options.limit, threads, series)
-    return {
-        "machine": machine.describe(),
-        "settings": {**settings, "threads": options.threads, "command": sys.argv[1:]},
-        "series": [one.as_dict() for one in series],
-        "memory": memory_used,
-    }
+                used, failed = memory.measure(ranks, folder, options.limit, threads, tick)
+                results["memory"] += used
+                results["series"] += failed
 
 
 def show(results: dict[str, Any], picture: Path) -> None:
@@ -98,6 +106,14 @@ def show(results: dict[str, Any], picture: Path) -> None:
 
     print(report.render(results))
     plot.save(results, picture)
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps(results, indent=1))
+    path.with_suffix(".tmp").replace(path)
+    show(results, path.with_suffix(".png"))
+    print(f"\nwritten: {path} and {path.with_suffix('.png').name}")
 
 
 def main() -> int:
@@ -109,19 +125,17 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     started = time.strftime("%Y%m%d-%H%M%S")
+    results = begin(options)
     try:
         with tempfile.TemporaryDirectory(prefix="hvdvars-bench-") as folder:
-            results = measure(options, Path(folder))
+            measure(options, Path(folder), results)
+        code = 1 if report.failures(results) else 0
     except KeyboardInterrupt:
-        print("interrupted: all jobs ended, nothing written", file=sys.stderr)
-        return 130
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{started}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(results, indent=1))
-    path.with_suffix(".tmp").replace(path)
-    show(results, path.with_suffix(".png"))
-    print(f"\nwritten: {path} and {path.with_suffix('.png').name}")
-    return 1 if report.failures(results) else 0
+        print("\ninterrupted: all jobs ended; what was complete by then follows", file=sys.stderr)
+        code = 130
+    if results["series"] or results["memory"]:
+        write(results, options.output / f"{started}.json")
+    return code
 
 
 if __name__ == "__main__":

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import JOBS, JobSpec
+from benchmarks.launch import launch
 
-ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 10.0
 LOG_LINES = 25
 _NUMBERS = itertools.count()
@@ -32,23 +28,6 @@ class JobError(RuntimeError):
     def __init__(self, job: str, message: str) -> None:
         super().__init__(message)
         self.job = job
-
-
-def _end_with_parent(number: int) -> Callable[[], None]:
-    """Something to run in a new child: it gets this signal when the orchestrator dies, even by SIGKILL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    set_parent_death_signal = 1
-    return lambda: libc.prctl(set_parent_death_signal, number)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Job:
@@ -75,7 +54,12 @@ class Job:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(self._socket_path))
             server.listen(self.ranks)
-            self._launch()
+            worker = ["--job", self.spec.name, "--limit", str(self._limit), "--socket", str(self._socket_path)]
+            with self._log_path.open("ab") as log:
+                try:
+                    launch(self._launched, self.spec.mpi, self.ranks, worker, self._limit, self._environment, log)
+                except OSError as error:
+                    raise self._failure(str(error)) from error
             self._accept(server)
         self.ready = self._collect(time.monotonic() + 180)
         self.suspend()
@@ -124,43 +108,10 @@ class Job:
             os.close(descriptor)
         self._processes = []
 
-    def _launch(self) -> None:
-        worker = [sys.executable, "-m", "benchmarks.worker", "--job", self.spec.name, "--limit", str(self._limit)]
-        worker += ["--socket", str(self._socket_path)]
-        if self.spec.mpi:
-            mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-            if mpirun is None:
-                message = "mpirun was found neither beside this Python nor on PATH: run scripts/setup.sh"
-                raise JobError(self.spec.name, message)
-            options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            options += ["--oversubscribe", "--bind-to", "none", "--timeout", str(self._limit), "-np", str(self.ranks)]
-            self._popen([mpirun, *options, *worker], {}, signal.SIGTERM)
-            return
-        hosts = [f"127.0.0.1:{port}" for port in _free_ports(self.ranks)]
-        for rank in range(self.ranks):
-            cluster = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": rank}}
-            names = {"BENCHMARK_RANK": str(rank), "BENCHMARK_SIZE": str(self.ranks), "TF_CONFIG": json.dumps(cluster)}
-            self._popen(worker, names, signal.SIGKILL)
-
-    def _popen(self, command: list[str], names: dict[str, str], death_signal: int) -> None:
-        # A session of its own: Ctrl-C reaches the orchestrator alone, which then ends the jobs in order.
-        with self._log_path.open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**self._environment, **names},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent(death_signal),
-            )
-        self._launched.append(process)
-
     def _accept(self, server: socket.socket) -> None:
         server.settimeout(1.0)
         found: dict[int, tuple[socket.socket, int]] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(found) < self.ranks:
             if time.monotonic() > deadline or any(process.poll() is not None for process in self._launched):
                 raise self._failure(f"{len(found)} of {self.ranks} ranks reported themselves")
@@ -181,17 +132,15 @@ class Job:
         """One line of JSON from every rank; the first error or hang ends the wait."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < self.ranks:
-            waiting = [self._channels[rank] for rank in range(self.ranks) if rank not in answers]
+            missing = [rank for rank in range(self.ranks) if rank not in answers]
+            waiting = [self._channels[rank] for rank in missing]
             readable, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
-                missing = [rank for rank in range(self.ranks) if rank not in answers]
                 raise self._failure(f"no answer in time from rank(s) {missing}")
             for channel in readable:
-                rank = self._channels.index(channel)
-                try:
+                rank, data = self._channels.index(channel), b""
+                with contextlib.suppress(OSError):
                     data = channel.recv(1 << 20)
-                except OSError:
-                    data = b""
                 if not data:
                     raise self._failure(f"rank {rank} ended")
                 self._received[rank] += data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ PROFILE = "resnet50"
 
 
 def measure(
-    ranks: int, folder: Path, limit: float, environment: dict[str, str], series: list[Series]
-) -> list[dict[str, Any]]:
-    """Bytes of every rank, by contender; what cannot be measured is added to `series` as failed."""
+    ranks: int, folder: Path, limit: float, environment: dict[str, str], tick: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Bytes of every rank, by contender; and, where some could not be measured, a series that says why."""
     found = []
     failed = Series("memory", ranks, PROFILE)
     for contender in ADAM:
+        tick(f"{contender.name}: memory")
         with Pool(ranks, folder, limit, environment) as pool:
             try:
                 job = pool.job(contender.job)
-                answers = job.ask({"do": "prepare", "contender": contender.as_dict(), "profile": PROFILE})
+                before = job.ask({"do": "settle"})
+                prepared = job.ask({"do": "prepare", "contender": contender.as_dict(), "profile": PROFILE})
+                after = job.ask({"do": "settle"})
             except JobError as error:
                 failed.failed[contender.name] = str(error)
                 continue
@@ -30,14 +34,12 @@ def measure(
             {
                 "ranks": ranks,
                 "contender": contender.name,
-                "optimizer_bytes": _optimizer_bytes([answer["report"] for answer in answers]),
-                "rss_grown": [answer["rss"] - ready["rss"] for answer, ready in zip(answers, job.ready, strict=True)],
-                "peak_rss": [answer["peak_rss"] for answer in answers],
+                "optimizer_bytes": _optimizer_bytes([answer["report"] for answer in prepared]),
+                "rss_grown": [new["rss"] - old["rss"] for new, old in zip(after, before, strict=True)],
+                "peak_rss": [answer["peak_rss"] for answer in after],
             }
         )
-    if failed.failed:
-        series.append(failed)
-    return found
+    return found, [failed.as_dict()] if failed.failed else []
 
 
 def _optimizer_bytes(reports: list[dict[str, Any]]) -> list[int]:

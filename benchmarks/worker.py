@@ -59,6 +59,10 @@ class Session:
         """Forgets all steps and data and gives the memory back to the system."""
         self.prepared.clear()
         self.data.clear()
+        return self.settle()
+
+    def settle(self) -> dict[str, Any]:
+        """Memory once garbage is collected and what the allocator holds back is returned to the system."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return memory()
