@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdvars import check, collectives, guard, holding, relay, slots, snapshot
 from hvdvars.holding import Piece, Waiting
-from hvdvars.mgr import VariableMgr
+from hvdvars.mgr import VariableMgr, VariableMgrLocalFetchFromPS
 from hvdvars.optimizer import tf_variable
 from hvdvars.session import require_started, world
 from hvdvars.types import Variable
@@ -87,8 +87,9 @@ def restore(
     """Give the variables and the optimizer the values in a file of `save`, on every rank; return its `extra`.
 
     `model` and `variables` are those that were saved, by order, name, shape and dtype; counters that Keras and
-    TensorFlow append to names (`dense_7`) may differ. Without `optimizer`, its state in the file is left alone. Before
-    the first step, slots are kept aside until the optimizer has a place for them. Only rank 0 reads the file.
+    TensorFlow append to names (`dense_7`) may differ. Without `optimizer`, its state in the file is left alone. In
+    parameter_server, before the first step, slots are kept on the manager until `apply_gradients` has made a place for
+    them; in the other modes a new optimizer is built for all trainable variables. Only rank 0 reads the file.
 
     Collective: every rank of the group calls it in the same order, outside of graphs. Nothing changes if it raises.
 
@@ -273,5 +274,12 @@ def _target(mgr: VariableMgr, optimizer: Any, chosen: Sequence[Variable], saved:
     uses = mgr.uses_of(optimizer)
     _check_trained(optimizer, uses, chosen)
     held = holding.hold(optimizer, chosen, uses)
+    fresh = not uses and not held.state.built
+    # With owners, the plan of the first step decides which slots exist here. Without, they are made now, so that they
+    # have their values also where the caller applies reduced gradients without the manager.
+    wait = fresh and isinstance(mgr, VariableMgrLocalFetchFromPS)
+    if fresh and not wait and saved["slots"]:
+        slots.create(optimizer, [variable for variable in chosen if getattr(variable, "trainable", True)])
+        held = holding.hold(optimizer, chosen, uses)
     held.check(saved)
-    return Waiting(optimizer, chosen, saved, held, wait=not uses and not held.state.built)
+    return Waiting(optimizer, chosen, saved, held, wait)

@@ -96,8 +96,8 @@ class Holding:
                 f"the optimizer {self.name} keeps the slots {sorted(mine)}, the checkpoint has "
                 f"{sorted(saved['slots'])}. Create the optimizer with the arguments that it was saved with."
             )
-        missing = set(self.state.scalars) ^ set(saved["scalars"])
-        if missing - set(_OPTIONAL):
+        differ = set(self.state.scalars) ^ set(saved["scalars"])
+        if any(name.rpartition(".")[2] not in _OPTIONAL for name in differ):
             raise ValueError(
                 f"the optimizer {self.name} keeps {sorted(self.state.scalars)}, the checkpoint has "
                 f"{sorted(saved['scalars'])}. Create the optimizer with the arguments that it was saved with."

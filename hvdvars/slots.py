@@ -57,15 +57,20 @@ def find(optimizer_: Any, variables: Sequence[Variable]) -> State:
 
 
 def create(optimizer_: Any, variables: Sequence[Variable]) -> None:
-    """Create slots now in optimizers that would do so at their first step (Keras: see `optimizer.build`). Local."""
-    plain = [optimizer.tf_variable(variable) for variable in variables]
-    kind = optimizer.kind_of(optimizer_)
-    if not plain or kind not in ("keras2_legacy", "v1"):
+    """Create slots for these variables now, also in optimizers that would do so at their first step. Local.
+
+    Raises:
+        ValueError: the optimizer was built for other variables.
+    """
+    if not variables:
         return
+    optimizer.build(optimizer_, variables)
+    kind = optimizer.kind_of(optimizer_)
+    plain = [optimizer.tf_variable(variable) for variable in variables]
     with tf.init_scope():
         if kind == "keras2_legacy":
             optimizer_._create_all_weights(plain)
-        else:
+        elif kind == "v1":
             optimizer_._create_slots(plain)
 
 

@@ -38,7 +38,7 @@ def write(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray])
 
     Raises:
         OSError: it cannot be written; what was there before is untouched.
-        TypeError: an array holds objects, such as strings.
+        TypeError: an array holds strings or objects.
     """
     target = Path(os.path.realpath(path))
     members, dtypes = {}, {}
@@ -111,8 +111,8 @@ def _check_members(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
 
 def _as_plain(key: str, array: np.ndarray) -> tuple[np.ndarray, str | None]:
     """The array as numpy alone can read it, and the name of its dtype where that is not the array's."""
-    if array.dtype.hasobject:
-        raise TypeError(f"{key} has dtype {array.dtype}, which cannot be saved as numbers")
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"{key} has dtype {array.dtype}, which is no number; it cannot be saved")
     if array.dtype.isbuiltin == 1:
         return array, None
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
