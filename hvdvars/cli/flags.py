@@ -84,7 +84,7 @@ def _checked(given: dict[str, Any]) -> TrainFlags:
     given["optimizer"] = names.check_optimizer(given["optimizer"])
     if wanted.get("placement") == "elements" and given["optimizer"] in names.LAYER_WISE:
         raise UsageError(
-            f"--optimizer {given['optimizer']} looks at whole variables, so they cannot be cut: use --placement variables"
+            f"--optimizer {given['optimizer']} looks at whole variables, which cannot be cut: use --placement variables"
         )
     _check_packages(given)
     return TrainFlags(options=wanted, **given)

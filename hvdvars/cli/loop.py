@@ -39,7 +39,7 @@ class Trainer:
         self.learning_rate = float(f"{float(tf.convert_to_tensor(self.optimizer.learning_rate)):.6g}")  # Not 0.001 + ε.
         self.parameters = models.count_parameters(self.model.weights)
         self.steps_per_epoch = data.steps_per_epoch(len(dataset.y_train), hv.size(), flags.batch_size)
-        # Layers that collect something may only do so in training; AutoGraph would rewrite Keras and the manager.
+        # Without AutoGraph, which would rewrite Keras and the manager; Horovod's operations do not compile with XLA.
         self._train_step = tf.function(self._train, autograph=False, jit_compile=False)
         self._test_step = tf.function(self._test, autograph=False, jit_compile=False)
         self._tally = np.zeros(3)
