@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import collectives, fusion, optimizer
+from hvdvars import check, collectives, fusion, optimizer
 from hvdvars.session import require_started
 from hvdvars.types import Variable
 
@@ -26,6 +26,8 @@ def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str 
     with tf.init_scope():
         values = [tf.convert_to_tensor(optimizer.tf_variable(variable)) for variable in variables]
         dtypes = [value.dtype.name for value in values]
+        for variable, value in zip(variables, values, strict=True):
+            collectives.transfer_type("broadcast", value.dtype, check.name_of(variable))
         plan = fusion.plan([value.shape for value in values], dtypes, small_bytes=None, max_bytes=None)
         if collectives.size() == 1:
             return

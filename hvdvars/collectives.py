@@ -148,10 +148,8 @@ def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0
 
     def communicate(name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
         sent = [_to_wire(tensor, wire) for tensor in tensors]
-        if len(sent) == 1:
-            received = [_library().horovod_allreduce(sent[0], **_sum(scale), **_attributes(name))]
-        else:
-            received = _library().horovod_grouped_allreduce(sent, **_sum(scale), **_attributes(name))
+        operation = "allreduce" if len(sent) == 1 else "grouped_allreduce"
+        received = _operate(operation, sent, name, **_sum(scale))
         return [_from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
 
     if world().size == 1:
@@ -171,10 +169,10 @@ def all_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
         tensor = tf.reshape(tensor, [1])
-    dtype, wire = tensor.dtype, _transfer_type("all_gather", tensor.dtype, name)
+    dtype, wire = tensor.dtype, transfer_type("all_gather", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        gathered = _library().horovod_allgather(_bits(tensor, wire), **_attributes(name))
+        (gathered,) = _operate("allgather", [_bits(tensor, wire)], name)
         return [_from_bits(gathered, dtype)]
 
     if world().size == 1:
@@ -194,10 +192,10 @@ def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if not 0 <= root < world().size:
         raise ValueError(f"broadcast: root of '{name}' is rank {root}, but ranks go from 0 to {world().size - 1}.")
-    dtype, wire = tensor.dtype, _transfer_type("broadcast", tensor.dtype, name)
+    dtype, wire = tensor.dtype, transfer_type("broadcast", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        sent = _library().horovod_broadcast(_bits(tensor, wire), root_rank=root, **_attributes(name))
+        (sent,) = _operate("broadcast", [_bits(tensor, wire)], name, root_rank=root)
         return [_from_bits(sent, dtype)]
 
     if world().size == 1:
@@ -221,11 +219,11 @@ def all_to_all(tensor: tf.Tensor, splits: Sequence[int], name: str) -> tf.Tensor
             f"all_to_all: '{name}' has {len(splits)} splits on rank {world().rank}, expected one for each of "
             f"{world().size} ranks."
         )
-    dtype, wire = tensor.dtype, _transfer_type("all_to_all", tensor.dtype, name)
+    dtype, wire = tensor.dtype, transfer_type("all_to_all", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
         counts = tf.constant(list(splits), tf.int32)
-        received, _ = _library().horovod_alltoall(_bits(tensor, wire), splits=counts, **_attributes(name))
+        received, _ = _operate("alltoall", [_bits(tensor, wire)], name, splits=counts)
         return [_from_bits(received, dtype)]
 
     if world().size == 1:
@@ -254,7 +252,7 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
     wire = wire if wire in _SCATTERED else "int32"
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        part = _library().horovod_reducescatter(_to_wire(tensor, wire), **_sum(scale), **_attributes(name))
+        (part,) = _operate("reducescatter", [_to_wire(tensor, wire)], name, **_sum(scale))
         return [_from_wire(part, dtype, tensor[: length // world().size])]
 
     if world().size == 1:
@@ -299,13 +297,42 @@ def _local_masks(mpi: Any) -> list[list[int]]:
     return [mask for node, _, mask in sorted(found) if node == world().cross_rank]
 
 
-def _library() -> Any:
-    return hvd.mpi_ops.MPI_LIB
+def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: Any) -> list[tf.Tensor]:
+    """One of Horovod's operations in a graph, where it runs once a step on every rank, whatever is optimized there.
+
+    TensorFlow takes these operations for pure functions. It would run one on constants while it optimizes the graph,
+    and never again; merge two of equal input; and drop one whose result is not used. Where only one rank's graph gives
+    the occasion, the others wait for it for ever.
+    """
+    # Scopes are ignored so that a rank that traces again keeps the names.
+    common = {"name": _unique(name), "ignore_name_scope": True, "process_set_id": 0}
+    held = [_held(tensor) for tensor in tensors]
+    several = operation.startswith("grouped_")
+    found = getattr(hvd.mpi_ops.MPI_LIB, f"horovod_{operation}")(held if several else held[0], **attributes, **common)
+    results = list(found) if isinstance(found, (list, tuple)) else [found]
+    # An assertion always runs, and this one needs the result. Its shape will do: it is never copied from a device.
+    used = results[0] if results[0].shape.rank == 0 else tf.shape(results[0])
+    tf.raw_ops.Assert(condition=tf.constant(True), data=[used])
+    return results
 
 
-def _attributes(name: str) -> dict[str, Any]:
-    """What all of Horovod's operations take; scopes are ignored so that a rank that traces again keeps the names."""
-    return {"name": _unique(name), "ignore_name_scope": True, "process_set_id": 0}
+def _held(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` itself, not copied, as a slice that begins where a variable says: unknown before the graph runs."""
+    rank = tensor.shape.rank
+    if rank is None:
+        return tensor
+    if rank == 0:
+        return tf.reshape(_held(tf.reshape(tensor, [1])), [])
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return tensor  # a graph of TensorFlow 1, which has no place for the variable
+        if rank not in _zeros:
+            with tf.device("CPU:0"):
+                _zeros[rank] = tf.Variable(tf.zeros([rank], tf.int32), trainable=False, name="hvdvars_zeros")
+    return tf.slice(tensor, _zeros[rank].read_value(), [-1] * rank)
+
+
+_zeros: dict[int, tf.Variable] = {}
 
 
 def _sum(scale: float) -> dict[str, Any]:
@@ -373,7 +400,8 @@ def _reduction_type(function: str, dtype: tf.DType, name: str, scale: float) -> 
     return wire
 
 
-def _transfer_type(function: str, dtype: tf.DType, name: str) -> str:
+def transfer_type(function: str, dtype: tf.DType, name: str) -> str:
+    """The wire type that moves tensors of `dtype`. Local. Raises TypeError for types that nothing can carry."""
     wire = dtype.name if dtype.name in _MOVED else _MOVED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
     if wire is None:
         raise TypeError(

@@ -182,8 +182,6 @@ class VariableMgr:
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
         ranks = guard.exchange(function, settings, described)
         _check_missing(function, ranks, self.options.none_gradients)
-        if function == "apply_gradients":
-            guard.verify(variables, _FORGOTTEN)
         forms = []
         for index, variable in enumerate(variables):
             form = Form("dense", tuple(check.shape_of(variable)), check.dtype_of(variable).name)
@@ -198,6 +196,8 @@ class VariableMgr:
         """Create slots and other state, once, outside of any graph."""
         if id(optimizer_) in use.optimizers:
             return
+        if self.mode != "independent" and not use.optimizers:
+            guard.verify(use.variables, _FORGOTTEN)
         with tf.init_scope():
             self._build(use, optimizer_)
             if self.options.verify_every and use.steps is None:
