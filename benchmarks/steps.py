@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contenders import Contender
+from benchmarks.data import Data, make_data
 from benchmarks.profiles import Profile
 from benchmarks.worlds import World
 
@@ -25,18 +26,6 @@ class Prepared:
     report: Callable[[], Any] = lambda: None
 
 
-@dataclass(frozen=True)
-class Data:
-    """A profile's variables and gradients. The gradients are variables too: nothing TensorFlow could fold away."""
-
-    variables: list[Any]
-    gradients: list[Any]
-
-    def read(self) -> list[Any]:
-        """The gradients as tensors of the current graph, without a copy."""
-        return [gradient.read_value() for gradient in self.gradients]
-
-
 def build(world: World, spec: Contender, profile: Profile, shared: dict[Any, Any]) -> Prepared:
     """Collective: every rank of the job calls it in the same order. `shared` keeps one Data per profile and kind."""
     if spec.kind == "mpi4py":
@@ -45,7 +34,7 @@ def build(world: World, spec: Contender, profile: Profile, shared: dict[Any, Any
         return _broadcast(world, spec, profile)
     key = (profile.name, spec.optimizer)
     if key not in shared:
-        shared[key] = _keras_data(world, profile) if spec.optimizer == "adam" else _data(world, profile)
+        shared[key] = make_data(world, spec, profile)
     data = shared[key]
     step, report = _BUILDERS[spec.kind](world, spec, data)
     alone = spec.kind in ("none", "by_hand") or spec.mode == "independent"
@@ -74,28 +63,6 @@ def _first(variable: Any) -> float:
     value = getattr(variable, "value", variable)
     value = value() if callable(value) else value
     return float(value[(0,) * len(variable.shape)])
-
-
-def _data(world: World, profile: Profile) -> Data:
-    import tensorflow as tf
-
-    variables = [tf.Variable(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(profile.shapes)]
-    return Data(variables, _gradients(world, profile))
-
-
-def _gradients(world: World, profile: Profile) -> list[Any]:
-    import tensorflow as tf
-
-    return [tf.Variable(tf.fill(shape, world.rank + 1.0), trainable=False) for shape in profile.shapes]
-
-
-def _keras_data(world: World, profile: Profile) -> Data:
-    import keras
-    import tensorflow as tf
-
-    make = keras.Variable if hasattr(keras, "Variable") else tf.Variable
-    variables = [make(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(profile.shapes)]
-    return Data(variables, _gradients(world, profile))
 
 
 def _update(data: Data, reduce: Callable[[list[Any]], Sequence[Any]]) -> tuple[Step, Callable[[], Any]]:
@@ -172,7 +139,7 @@ def _by_hand(world: World, spec: Contender, data: Data) -> tuple[Step, Callable[
     managed()
     plan = report()["plans"][0]
     count = int(plan["collectives_per_step"])
-    elements = sum(math.prod(shape.shape) for shape in data.gradients) // count
+    elements = sum(math.prod(shape) for shape in data.shapes) // count
     buffers = [tf.Variable(tf.ones([elements]), trainable=False) for _ in range(count)]
 
     @tf.function

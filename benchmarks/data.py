@@ -1,0 +1,55 @@
+"""What a step works on: the variables of a profile, and gradients for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.contenders import Contender
+from benchmarks.profiles import FLOAT_BYTES, Profile, Shape
+from benchmarks.worlds import World
+
+LARGE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Data:
+    """A profile's variables, and where its gradients come from: nothing TensorFlow could fold away.
+
+    Small gradients are filled with the scalar variable `value` by the step itself, because reading a thousand more
+    variables would cost more than the update; large ones are variables, because filling them would.
+    """
+
+    variables: list[Any]
+    shapes: tuple[Shape, ...]
+    value: Any
+    large: dict[int, Any]
+
+    def read(self) -> list[Any]:
+        """The gradients as tensors of the current graph."""
+        import tensorflow as tf
+
+        value = self.value.read_value()
+        return [
+            self.large[i].read_value() if i in self.large else tf.fill(shape, value)
+            for i, shape in enumerate(self.shapes)
+        ]
+
+
+def make_data(world: World, spec: Contender, profile: Profile) -> Data:
+    """Variables of zeros, Keras ones for a Keras optimizer; every gradient is rank + 1 everywhere. Local."""
+    import tensorflow as tf
+
+    make = tf.Variable
+    if spec.optimizer == "adam":
+        import keras
+
+        make = getattr(keras, "Variable", tf.Variable)
+    variables = [make(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(profile.shapes)]
+    large = {
+        i: tf.Variable(tf.fill(shape, world.rank + 1.0), trainable=False)
+        for i, shape in enumerate(profile.shapes)
+        if FLOAT_BYTES * math.prod(shape) > LARGE_BYTES
+    }
+    return Data(variables, profile.shapes, tf.Variable(world.rank + 1.0, trainable=False), large)
