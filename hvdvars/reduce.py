@@ -129,27 +129,25 @@ def reduce_gradients(reduction: Reduction, gradients: Sequence[Gradient]) -> lis
 
 
 def _reduce_tensors(reduction: Reduction, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    scale, before = reduction.scale, 1.0
-    if reduction.compact:
-        # Divided before they are added, float16 sums stay within the range of the addends.
-        scale, before = 1.0, 1.0 / world().size
-        tensors = [tf.cast(t * before, tf.float16) if t.dtype == tf.float32 else t * before for t in tensors]
+    half = [reduction.compact and tensor.dtype in (tf.float32, tf.float16) for tensor in tensors]
+    # Divided before they are added, float16 sums stay within the range of the addends.
+    before = 1.0 / world().size
+    tensors = [tf.cast(t * before, tf.float16) if small else t for t, small in zip(tensors, half, strict=True)]
     buffers: list[tf.Tensor | list[tf.Tensor]] = []
     for number, (bucket, packed) in enumerate(
         zip(reduction.plan.buckets, fusion.pack(reduction.plan, tensors), strict=True)
     ):
         name = f"{reduction.name}.{number}"
+        scale = 1.0 if reduction.compact and bucket.dtype == "float16" else reduction.scale
         if bucket.kind == "group":
             buffers.append(collectives.all_reduce_group(packed, name, scale))
         else:
             buffers.append(algorithms.all_reduce(packed, name, scale, reduction.alg, reduction.shards))
     reduced = fusion.unpack(reduction.plan, buffers)
-    if not reduction.compact:
-        return reduced
     after = 1.0 if reduction.scale != 1.0 or world().size == 1 else float(world().size)
     return [
-        tf.cast(tensor, reduction.forms[index].dtype) * after
-        for index, tensor in zip(reduction.dense, reduced, strict=True)
+        tf.cast(tensor, reduction.forms[index].dtype) * after if small else tensor
+        for index, tensor, small in zip(reduction.dense, reduced, half, strict=True)
     ]
 
 
