@@ -6,7 +6,7 @@ is, or several small ones copied into one flat buffer, or several left as they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -187,10 +187,12 @@ def pack(plan: Plan, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | list[tf.T
     ]
 
 
-def fill(bucket: Bucket, tensors: Sequence[tf.Tensor], start: int = 0, stop: int | None = None) -> tf.Tensor:
+def fill(
+    bucket: Bucket, tensors: Sequence[tf.Tensor] | Mapping[int, tf.Tensor], start: int = 0, stop: int | None = None
+) -> tf.Tensor:
     """Elements `start` to `stop` of the bucket's flat buffer; a whole tensor alone is not copied. Local.
 
-    `tensors` is the caller's whole list, of which only those that lie in the range are used.
+    `tensors` is the caller's whole list, or a mapping from index to tensor of those that lie in the range.
     """
     stop = bucket.size if stop is None else stop
     pieces = []

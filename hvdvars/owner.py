@@ -143,9 +143,8 @@ def update_shards(
 
     The values come from the variables each time, so that whatever changed them (a restore, an assignment) counts.
     """
-    values = [tf.convert_to_tensor(optimizer.tf_variable(variables[i])) for i in ownership.updated]
     for bucket, shard in zip(ownership.values.buckets, shards, strict=True):
-        shard.assign(fusion.fill(bucket, values, *_range_of(bucket)))
+        shard.assign(_own_values(ownership, bucket, variables))
     optimizer.apply(optimizer_, gradients, shards)
 
 
@@ -155,14 +154,24 @@ def publish(ownership: Ownership, variables: Sequence[Variable], shards: Sequenc
     Collective: every rank of the group calls it in the same order, in a graph, after the updates.
     """
     rank = world().rank
-    values = [tf.convert_to_tensor(optimizer.tf_variable(variables[i])) for i in ownership.updated]
     for number, bucket in enumerate(ownership.values.buckets):
-        part = shards[number].read_value() if shards else fusion.fill(bucket, values, *_range_of(bucket))
+        part = shards[number].read_value() if shards else _own_values(ownership, bucket, variables)
         whole = algorithms.gather_parts(part, parts_of(bucket), f"{ownership.name}.{number}")
         for place, value in zip(bucket.places, fusion.cut(whole, bucket.places), strict=True):
             index = ownership.updated[place.index]
             if shards or ownership.owners[index] != rank:
                 variables[index].assign(value)
+
+
+def _own_values(ownership: Ownership, bucket: fusion.Bucket, variables: Sequence[Variable]) -> tf.Tensor:
+    """This rank's part of the bucket, from the variables' current values."""
+    start, stop = _range_of(bucket)
+    inside = [place for place in bucket.places if place.offset < stop and place.offset + place.size > start]
+    values = {
+        place.index: tf.convert_to_tensor(optimizer.tf_variable(variables[ownership.updated[place.index]]))
+        for place in inside
+    }
+    return fusion.fill(bucket, values, start, stop)
 
 
 def clip_to_global_norm(name: str, gradients: Sequence[Gradient], norm: float) -> list[Gradient]:
