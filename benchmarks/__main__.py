@@ -17,8 +17,10 @@ from benchmarks.jobs import Pool
 from benchmarks.profiles import PROFILES
 from benchmarks.rounds import Rounds, Settings
 
-PARTS = ("update", "adam", "overhead", "broadcast", "memory")
+PARTS = ("update", "adam", "overhead", "rebroadcast", "broadcast", "memory")
 UPDATE_PROFILES = ("1000x256", "resnet50", "vgg16", "100MB")
+# Each takes new processes.
+COLD_ROUNDS = 5
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -57,8 +59,28 @@ def plan(options: argparse.Namespace) -> list[tuple[str, str, tuple[Contender, .
     series: list[tuple[str, str, tuple[Contender, ...]]] = []
     if "update" in options.parts:
         series += [("update", profile, tuple(options.chosen)) for profile in options.profiles]
-    fixed = (("adam", "resnet50", ADAM), ("overhead", "cnn", OVERHEAD), ("broadcast", "1000x256", BROADCAST))
+    fixed = (
+        ("adam", "resnet50", ADAM),
+        ("overhead", "cnn", OVERHEAD),
+        ("rebroadcast", "1000x256", BROADCAST),
+        ("broadcast", "1000x256", BROADCAST),
+    )
     return series + [one for one in fixed if one[0] in options.parts]
+
+
+def settings_of(part: str, options: argparse.Namespace) -> Settings:
+    if part == "broadcast":
+        return Settings(min(options.rounds, COLD_ROUNDS), 0.0, single=True, cold=True, seed=options.seed)
+    return Settings(options.rounds, options.block_seconds, single=part == "rebroadcast", seed=options.seed)
+
+
+def count_blocks(options: argparse.Namespace) -> int:
+    """Progress steps for one number of ranks."""
+    blocks = len(ADAM) if "memory" in options.parts else 0
+    for part, _, contenders in plan(options):
+        settings = settings_of(part, options)
+        blocks += len(contenders) * (settings.rounds + (not settings.cold))
+    return blocks
 
 
 def begin(options: argparse.Namespace) -> dict[str, Any]:
@@ -79,11 +101,8 @@ def measure(options: argparse.Namespace, folder: Path, results: dict[str, Any]) 
     threads = {} if options.threads is None else machine.thread_settings(options.threads)
     # In a log file, a line now and then instead of a bar that moves.
     interval = 0.1 if sys.stderr.isatty() else 20
-    blocks = sum(len(one[2]) * (options.rounds + 1) for one in plan(options))
-    blocks += len(ADAM) if "memory" in options.parts else 0
-    with tqdm(
-        total=len(options.ranks) * blocks, dynamic_ncols=True, unit="block", mininterval=interval, maxinterval=60
-    ) as bar:
+    total = len(options.ranks) * count_blocks(options)
+    with tqdm(total=total, dynamic_ncols=True, unit="block", mininterval=interval, maxinterval=60) as bar:
 
         def tick(what: str) -> None:
             bar.set_description_str(f"{what:<44.44}", refresh=False)
@@ -92,8 +111,7 @@ def measure(options: argparse.Namespace, folder: Path, results: dict[str, Any]) 
         for ranks in options.ranks:
             with Pool(ranks, folder, options.limit, threads) as pool:
                 for part, profile, contenders in plan(options):
-                    settings = Settings(options.rounds, options.block_seconds, part == "broadcast", options.seed)
-                    found = Rounds(pool, part, profile, contenders, settings).measure(tick)
+                    found = Rounds(pool, part, profile, contenders, settings_of(part, options)).measure(tick)
                     results["series"].append(found.as_dict())
             if "memory" in options.parts:
                 used, failed = memory.measure(ranks, folder, options.limit, threads, tick)

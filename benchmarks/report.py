@@ -15,13 +15,15 @@ TITLES = {
     "update": "update step (reduce, then v -= lr * g)",
     "adam": "update step with Keras Adam",
     "overhead": "update step of a small model beside its bare collectives",
-    "broadcast": "first broadcast of fresh variables",
+    "broadcast": "first broadcast of new processes",
+    "rebroadcast": "later broadcasts of fresh variables in the same processes",
 }
 PART_BASELINES = {
     "update": tuple(contender.name for contender in BASELINES),
     "adam": ("adam/horovod",),
     "overhead": ("by_hand",),
     "broadcast": ("hvd.broadcast_variables",),
+    "rebroadcast": ("hvd.broadcast_variables",),
 }
 
 

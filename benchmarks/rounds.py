@@ -18,10 +18,14 @@ COPIES = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: seconds are per block of one contender, `cold` blocks are one step without warm-up."""
+    """How long to measure: seconds are per block of one contender.
+
+    `single`: a block is one step without warm-up. `cold`: it is the first step of new processes.
+    """
 
     rounds: int
     block_seconds: float
+    single: bool = False
     cold: bool = False
     seed: int = 0
     memory_share: float = 0.5
@@ -57,13 +61,13 @@ class Rounds:
 
     def measure(self, tick: Callable[[str], None]) -> Series:
         """Prepares every contender, runs all rounds, frees what was made; a failing job loses its contenders only."""
-        for contender in self._contenders:
+        for contender in self._contenders if not self._settings.cold else []:
             tick(f"{contender.name}: prepare")
             self._attempt(contender, self._prepare)
         for number in range(self._settings.rounds):
             for contender in self._shuffled():
                 tick(f"{contender.name}: round {number + 1}")
-                self._attempt(contender, self._block)
+                self._attempt(contender, self._cold if self._settings.cold else self._block)
         for name in self._alive_jobs():
             try:
                 self._free(self._pool.job(name))
@@ -81,7 +85,7 @@ class Rounds:
             order.sort(key=lambda contender: jobs.index(contender.job))
         return order
 
-    def _attempt(self, contender: Contender, action: Callable[[Contender], None]) -> None:
+    def _attempt(self, contender: Contender, action: Callable[[Contender], object]) -> None:
         if contender.name in self.series.failed:
             return
         try:
@@ -93,26 +97,32 @@ class Rounds:
                 if other.job == error.job:
                     self.series.failed.setdefault(other.name, f"its job {error.job} ended while {contender.name} ran")
 
-    def _prepare(self, contender: Contender) -> None:
+    def _prepare(self, contender: Contender) -> float:
+        """Builds and checks the step; seconds that one step took."""
         job = self._pool.job(contender.job)
         command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
         answers = job.ask(command)
         seconds = max(answer["seconds"] for answer in answers)
         self.series.reports[contender.name] = [answer["report"] for answer in answers]
         steps = min(500, max(2, math.ceil(self._settings.block_seconds / seconds)))
-        self.series.steps[contender.name] = 1 if self._settings.cold else steps
+        self.series.steps[contender.name] = 1 if self._settings.single else steps
         if not self._kept:
             self._free(job)
+        return seconds
 
     def _block(self, contender: Contender) -> None:
         if not self._kept:
             self._make_room(contender)
         job = self._pool.job(contender.job)
         steps = self.series.steps[contender.name]
-        warmup = 0 if self._settings.cold else min(3, steps)
+        warmup = 0 if self._settings.single else min(3, steps)
         answers = job.ask({"do": "block", "contender": contender.name, "warmup": warmup, "steps": steps})
         times = self.series.seconds.setdefault(contender.name, [])
         times.append(max(answer["seconds"] for answer in answers))
+
+    def _cold(self, contender: Contender) -> None:
+        self._pool.drop(contender.job)
+        self.series.seconds.setdefault(contender.name, []).append(self._prepare(contender))
 
     def _make_room(self, contender: Contender) -> None:
         """Frees what the other jobs hold and builds this contender's data anew, outside the timed block."""

@@ -173,7 +173,7 @@ def _mpi4py(world: World, profile: Profile) -> Prepared:
 
 
 def _broadcast(world: World, spec: Contender, profile: Profile) -> Prepared:
-    """Each step is a first call: fresh variables and, for hvdvars, a fresh manager; only the call is timed."""
+    """Each step calls with fresh variables and, for hvdvars, a fresh manager; only the call is timed."""
     import time
 
     import tensorflow as tf

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import report, rounds, stats, targets  # noqa: E402
-from benchmarks.contenders import BASELINES, JOBS, Contender, update_contenders  # noqa: E402
+from benchmarks.contenders import BASELINES, BROADCAST, JOBS, Contender, update_contenders  # noqa: E402
 from benchmarks.jobs import JobError, Pool  # noqa: E402
 from benchmarks.profiles import PROFILES  # noqa: E402
 
@@ -150,6 +150,14 @@ def test_rounds_keep_the_slowest_rank(share):
     assert found.seconds == {one.name: [0.2, 0.2, 0.2] for one in BASELINES}
     assert set(found.steps.values()) == {5}
     assert len(ticks) == len(BASELINES) * 4
+
+
+def test_cold_rounds_start_new_processes():
+    pool = _FakePool()
+    settings = rounds.Settings(rounds=3, block_seconds=0.0, single=True, cold=True)
+    found = rounds.Rounds(pool, "broadcast", "cnn", BROADCAST, settings).measure(lambda what: None)
+    assert found.seconds == {one.name: [0.2, 0.2, 0.2] for one in BROADCAST}
+    assert sorted(pool.dropped) == ["hvdvars"] * 3 + ["plain"] * 3
 
 
 def test_a_failing_job_loses_its_contenders_only():
