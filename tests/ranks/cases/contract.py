@@ -1,1 +1,197 @@
-"""To come."""
+"""What every mode must do: after 100 steps, on any number of ranks, the weights of one process on the joined batch."""
+
+import numpy as np
+import tensorflow as tf
+
+import hvdvars as hv
+
+from . import case
+from .tools import array, close, same_everywhere
+
+MODES = {
+    "horovod": ("horovod", {}),
+    "replicated-xring2": ("replicated", {"all_reduce_spec": "xring#2"}),
+    "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
+    "owners": ("parameter_server", {}),
+    "elements": ("parameter_server", {"placement": "elements"}),
+}
+MORE = {
+    "replicated": ("replicated", {}),
+    "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
+    "group": ("horovod", {"fusion": "group"}),
+    "pack": ("horovod", {"fusion": "pack"}),
+    "none": ("horovod", {"fusion": "none"}),
+    "small": ("horovod", {"agg_small_grads_max_bytes": 64, "agg_small_grads_max_group": 2}),
+    "repacking": ("horovod", {"gradient_repacking": 3}),
+    "scope": ("collective_all_reduce", {"allreduce_merge_scope": 2}),
+    "owners-scatter": ("parameter_server", {"reduce_to_owner": "reduce_scatter"}),
+    "owners-all": ("parameter_server", {"reduce_to_owner": "all_reduce"}),
+    "owners-none": ("parameter_server", {"fusion": "none"}),
+    "elements-scatter": ("parameter_server", {"placement": "elements", "reduce_to_owner": "reduce_scatter"}),
+    "elements-all": ("parameter_server", {"placement": "elements", "reduce_to_owner": "all_reduce"}),
+    "elements-none": ("parameter_server", {"placement": "elements", "fusion": "none"}),
+}
+OPTIMIZERS = {
+    "sgd": lambda: tf.keras.optimizers.SGD(0.1),
+    "momentum": lambda: tf.keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: tf.keras.optimizers.Adam(0.01),
+}
+STEPS = 100
+ROWS = 24  # a multiple of 1, 2, 3 and 4 ranks: equal shards, so that the mean of means is the mean
+
+
+def everything(modes, optimizers=OPTIMIZERS):
+    return {f"{m}-{o}": (*modes[m], o) for m in modes for o in optimizers}
+
+
+class Net:
+    """A small regression with a matrix, vectors, a scalar, a variable without elements and one that is not trained."""
+
+    def __init__(self, seed, dtype="float32"):
+        random = np.random.RandomState(seed)
+
+        def variable(name, *shape):
+            return tf.Variable(tf.constant(random.randn(*shape) * 0.5, dtype), name=name)
+
+        self.first, self.bias = variable("first", 6, 16), variable("bias", 16)
+        self.last, self.scale = variable("last", 16, 3), variable("scale")
+        self.empty, self.unused = variable("empty", 0, 4), variable("unused", 2)
+
+    @property
+    def variables(self):
+        return [self.first, self.bias, self.unused, self.scale, self.empty, self.last]
+
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(x @ self.first + self.bias)
+            loss = tf.reduce_mean(tf.square(hidden @ self.last * self.scale - y)) + tf.reduce_sum(self.empty)
+        return tape.gradient(loss, self.variables)
+
+
+def batch(dtype="float32"):
+    random = np.random.RandomState(7)
+    return tf.constant(random.randn(ROWS, 6), dtype), tf.constant(random.randn(ROWS, 3), dtype)
+
+
+def one_process(world, optimizer):
+    """The weights that one process reaches, worked out once for each optimizer."""
+    key = f"one process {optimizer}"
+    if key not in world.notes:
+        net, updates = Net(seed=0), OPTIMIZERS[optimizer]()
+        trained = [v for v in net.variables if v is not net.unused]
+        updates.build(trained)
+        x, y = batch()
+
+        @tf.function(autograph=False)
+        def step():
+            updates.apply([g for g in net.gradients(x, y) if g is not None], trained)
+
+        for _ in range(STEPS):
+            step()
+        world.notes[key] = [array(v) for v in net.variables]
+    return world.notes[key]
+
+
+def train(world, mode, options, optimizer, eager=False):
+    net, updates, mgr = Net(seed=world.rank), OPTIMIZERS[optimizer](), hv.create(mode, **options)
+    mgr.broadcast([net.variables, updates])
+    x, y = (part[world.rank :: world.size] for part in batch())
+
+    def step(x, y):
+        mgr.apply_gradients(updates, net.gradients(x, y), net.variables)
+
+    run = step if eager else tf.function(step, autograph=False)
+    for _ in range(STEPS):
+        run(x, y)
+    mgr.flush()
+    hv.verify(net.variables)
+    return net, updates, mgr
+
+
+def check(world, net, updates, optimizer, tolerance=2e-5):
+    for variable, wanted in zip(net.variables, one_process(world, optimizer), strict=True):
+        close(variable, wanted, f"{variable.name} after {STEPS} steps", tolerance)
+    assert int(updates.iterations) == STEPS
+    same_everywhere(world, int(updates.iterations), "iterations")
+
+
+@case(params=everything(MODES), limit=90)
+def equals_one_process(world, chosen):
+    mode, options, optimizer = chosen
+    net, updates, _ = train(world, mode, options, optimizer)
+    check(world, net, updates, optimizer)
+
+
+@case(params=everything(MORE, ("adam",)), sizes=(2, 3), hows=("mpi",), limit=90)
+def equals_one_process_with_each_option(world, chosen):
+    mode, options, optimizer = chosen
+    net, updates, _ = train(world, mode, options, optimizer)
+    check(world, net, updates, optimizer)
+
+
+@case(params=everything(MODES, ("momentum",)), sizes=(2,), limit=90)
+def equals_one_process_in_eager_steps(world, chosen):
+    mode, options, optimizer = chosen
+    net, updates, _ = train(world, mode, options, optimizer, eager=True)
+    check(world, net, updates, optimizer)
+
+
+@case(sizes=(2, 4), hows=("mpi",), limit=90)
+def float16_on_the_wire_is_close(world):
+    net, updates, _ = train(world, "horovod", {"compact_gradient_transfer": True}, "sgd")
+    check(world, net, updates, "sgd", tolerance=2e-3)
+
+
+@case(params=["variables", "elements"], sizes=(2, 3, 4), limit=60)
+def slots_are_on_owners_only(world, placement):
+    updates, mgr = tf.keras.optimizers.Adam(), hv.create("parameter_server", placement=placement)
+    variables = [tf.Variable(tf.zeros([100, 10]), name=f"w{i}") for i in range(4)] + [tf.Variable(tf.zeros([13]))]
+    mgr.apply_gradients(updates, [tf.ones_like(v) for v in variables], variables)
+    ranks = world.collectives.gather_objects(mgr.report()["plans"][0]["optimizer_bytes"], "tests.slots")
+    whole = 2 * 4 * (4 * 1000 + 13)  # Adam's two slots of float32
+    assert sum(ranks) == whole, ranks
+    if placement == "elements":
+        assert max(ranks) <= whole / world.size * 1.05, ranks
+    assert sum(mgr.report()["plans"][0]["owners"]) >= whole // 2
+
+
+@case(params=["variables", "elements"], sizes=(1, 3, 4), limit=60)
+def a_rank_that_owns_nothing_keeps_count(world, placement):
+    schedule = tf.keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 10.0])
+    updates, mgr = tf.keras.optimizers.SGD(schedule), hv.create("parameter_server", placement=placement)
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    for _ in range(3):
+        mgr.apply_gradients(updates, [tf.ones_like(v) for v in variables], variables)
+    close(variables[0], np.array([1.0, 2.0]) - 12.0)
+    close(variables[1], np.array(3.0 - 12.0))
+    assert int(updates.iterations) == 3
+
+
+@case(params=MODES, sizes=(2, 3), hows=("mpi",), limit=60)
+def the_sum_without_average(world, chosen):
+    mode, options = chosen
+    mgr, variable = hv.create(mode, average=False, **options), tf.Variable([0.0, 0.0])
+    mgr.apply_gradients(tf.keras.optimizers.SGD(1.0), [tf.constant([1.0, world.rank])], [variable])
+    close(variable, -np.array([world.size, sum(world.ranks)], float))
+
+
+@case(params={n: MODES[n] for n in ("horovod", "owners", "elements")}, sizes=(1, 2, 3), hows=("mpi",), limit=60)
+def clips_to_the_norm_of_all_gradients(world, chosen):
+    mode, options = chosen
+    mgr = hv.create(mode, **options)
+    variables = [tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([2, 2]))]
+    grads = [tf.constant([3.0, 0.0, 0.0]), tf.constant([[0.0, 4.0], [0.0, 0.0]])]
+    mgr.apply_gradients(tf.keras.optimizers.SGD(1.0, global_clipnorm=1.0), grads, variables)
+    close(variables[0], np.array([-0.6, 0.0, 0.0]))
+    close(variables[1], np.array([[0.0, -0.8], [0.0, 0.0]]))
+
+
+@case(params=MODES, sizes=(1, 2), hows=("mpi",), limit=60)
+def clips_reduced_gradients_by_value(world, chosen):
+    mode, options = chosen
+    mgr, variable = hv.create(mode, gradient_clip=0.5, **options), tf.Variable(tf.zeros([3]))
+    # The mean is clipped, not what is averaged: +-4 on two ranks cancel out.
+    sign = 1.0 if world.rank % 2 == 0 else -1.0
+    mgr.apply_gradients(tf.keras.optimizers.SGD(1.0), [tf.constant([4.0 * sign, 9.0, 0.25])], [variable])
+    first = 0.0 if world.size == 2 else 0.5
+    close(variable, -np.array([first, 0.5, 0.25]))
