@@ -4,6 +4,8 @@ import json
 import math
 import os
 import pickle
+import re
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -371,30 +373,35 @@ def test_a_keras_model_and_variables_beside_it(tmp_path):
     assert int(other_step) == 7
 
 
-def test_numpy_and_plain_keras_read_it(tmp_path):
-    """As docs/checkpoints.md has it."""
-    path, variables, optimizer, mgr = saved(tmp_path, mode="elements")
-    train(mgr, optimizer, variables, 2, 4)
-    expected = values_of(variables)
-    file = np.load(path)
-    meta = json.loads(str(file["meta"]))
-    variables, optimizer = make_variables(), K3.Adam(0.1)
-    for index, variable in enumerate(variables):
-        variable.assign(file[f"variable/{index}"])
-    optimizer.build(variables)
-    optimizer.iterations.assign(file["scalar/iterations"])
-    for index in range(len(variables)):
-        optimizer._momentums[index].assign(file[f"slot/momentums/{index}"])
-        optimizer._velocities[index].assign(file[f"slot/velocities/{index}"])
-    for step in (2, 3):
-        optimizer.apply(gradients(step), variables)
-    assert_close(variables, expected)
-    assert meta["optimizer"] == {
-        "class": "Adam",
-        "slots": ["momentums", "velocities"],
-        "scalars": ["iterations", "learning_rate"],
-    }
-    assert [one["shape"] for one in meta["variables"]] == [list(shape) for shape in SHAPES]
+@pytest.mark.parametrize("make", [lambda: K3.Adam(0.1), lambda: K3.SGD(0.1, momentum=0.9)], ids=["adam", "momentum"])
+def test_numpy_and_plain_keras_read_it_as_documented(make, tmp_path, monkeypatch):
+    def make_model():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    def steps(model, apply, first, last):
+        for step in range(first, last):
+            x = np.random.default_rng(step).standard_normal((6, 4)).astype("float32")
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x) - 1.0))
+            apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    monkeypatch.chdir(tmp_path)
+    model, optimizer, mgr = make_model(), make(), MANAGERS["elements"]()
+    steps(model, lambda *given: mgr.apply_gradients(optimizer, *given), 0, 2)
+    hv.checkpoint.save("epoch3", mgr, model=model, optimizer=optimizer)
+    steps(model, lambda *given: mgr.apply_gradients(optimizer, *given), 2, 4)
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    _, with_numpy, into_keras = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {"np": np, "json": json, "model": make_model(), "optimizer": make()}
+    exec(with_numpy + into_keras, names)
+    steps(names["model"], names["optimizer"].apply, 2, 4)
+    assert_close(names["model"].weights, values_of(model.weights))
+    slots_ = {"Adam": ["momentums", "velocities"], "SGD": ["momentums"]}[type(optimizer).__name__]
+    expected = {"class": type(optimizer).__name__, "slots": slots_, "scalars": ["iterations", "learning_rate"]}
+    assert names["meta"]["optimizer"] == expected
+    assert [one["shape"] for one in names["meta"]["variables"]] == [list(weight.shape) for weight in model.weights]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

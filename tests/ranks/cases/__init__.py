@@ -21,6 +21,7 @@ MODULES = (
     "contract",
     "kinds",
     "reports",
+    "checkpoints",
     "restart",
 )
 
@@ -67,7 +68,7 @@ def case(
     hows: Sequence[str] = ("mpi", "gloo"),
     params: Mapping[str, Any] | Sequence[str] | None = None,
     before_init: bool = False,
-    limit: int = 90,
+    limit: int = 30,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function that runs on every rank of the launches named; `limit` is in seconds."""
 
