@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import check, collectives, guard, holding, relay, slots, snapshot
-from hvdvars.holding import Piece, Waiting
+from hvdvars import check, collectives, guard, holding, relay, restoring, slots, snapshot
+from hvdvars.holding import Piece
 from hvdvars.mgr import VariableMgr, VariableMgrLocalFetchFromPS
 from hvdvars.optimizer import tf_variable
 from hvdvars.session import require_started, world
@@ -59,7 +59,7 @@ def save(
     received = relay.collect(values, "checkpoint")
 
     def write() -> str:
-        slots_, shared = _assemble(headers, received)
+        slots_, shared = holding.assemble(headers, received)
         arrays = {f"variable/{i}": slots.read(variable) for i, variable in enumerate(chosen)}
         arrays |= {f"slot/{name}/{index}": value for (name, index), value in slots_.items()}
         arrays |= {f"scalar/{name}": value for name, value in shared.items()}
@@ -110,14 +110,14 @@ def restore(
         meta, found = snapshot.read(snapshot.file_path(path))
         _check_variables(path, meta["variables"], described)
         if optimizer is not None:
-            _check_optimizer(path, meta["optimizer"], holding.name_of(optimizer))
+            restoring.check_optimizer(path, meta["optimizer"], holding.name_of(optimizer))
         arrays.update(
             {key: value for key, value in found.items() if optimizer is not None or key.startswith("variable/")}
         )
         return [meta, relay.layout_of(arrays)]
 
     meta, layout = relay.from_root(function, read)
-    saved = _with_shapes(meta["optimizer"], layout)
+    saved = restoring.with_shapes(meta["optimizer"], layout)
     target = relay.together(function, lambda: None if optimizer is None else _target(mgr, optimizer, chosen, saved))
     for key, value in relay.deliver(arrays, layout, "checkpoint"):
         kind, _, rest = key.partition("/")
@@ -170,7 +170,7 @@ def _own_state(
     if optimizer is None:
         return chosen, [], {}
     uses = mgr.uses_of(optimizer)
-    _check_trained(optimizer, uses, chosen)
+    holding.check_trained(optimizer, uses, chosen)
     held = holding.hold(optimizer, chosen, uses)
     given = {id(tf_variable(variable)) for variable in chosen}
     rest = [variable for variable in held.state.rest if id(tf_variable(variable)) not in given]
@@ -187,39 +187,6 @@ def _own_state(
         pieces += waiting.pieces(chosen)
         scalars |= waiting.scalars
     return chosen, pieces, scalars
-
-
-def _check_trained(optimizer: Any, uses: Sequence[Any], chosen: Sequence[Variable]) -> None:
-    given = {id(tf_variable(variable)) for variable in chosen}
-    missing = [v for use in uses for v in use.variables if id(tf_variable(v)) not in given]
-    if missing:
-        raise ValueError(
-            f"the optimizer {holding.name_of(optimizer)} trains {check.name_of(missing[0])} (and "
-            f"{len(missing) - 1} more), which is neither in model nor in variables. Add it to variables=."
-        )
-
-
-def _assemble(
-    headers: Sequence[Any], received: Sequence[Sequence[np.ndarray]]
-) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, np.ndarray]]:
-    """Whole slots by name and variable, and single values by name, of the ranks' contributions; on rank 0."""
-    whole: dict[tuple[str, int], np.ndarray] = {}
-    missing: dict[tuple[str, int], int] = {}
-    shared: dict[str, np.ndarray] = {}
-    for (keys, names), arrays in zip(headers, received, strict=True):
-        for (slot, variable, start, shape), values in zip(keys, arrays, strict=False):
-            key = (slot, variable)
-            if key not in whole:
-                whole[key] = np.empty(shape, values.dtype)
-                missing[key] = whole[key].size
-            whole[key].reshape(-1)[start : start + values.size] = values
-            missing[key] -= values.size
-        for name, value in zip(names, arrays[len(keys) :], strict=True):
-            shared.setdefault(name, value)
-    wrong = [key for key, count in missing.items() if count]
-    if wrong:
-        raise RuntimeError(f"the ranks' pieces do not make up the slots {wrong[:_MOST_SHOWN]}; nothing was written")
-    return dict(sorted(whole.items())), dict(sorted(shared.items()))
 
 
 def _described(optimizer: Any, whole: Mapping[tuple[str, int], Any], shared: Mapping[str, Any]) -> Any:
@@ -248,38 +215,6 @@ def _check_variables(path: Any, saved: Sequence[Any], given: Sequence[Any]) -> N
         )
 
 
-def _check_optimizer(path: Any, saved: Any, name: str) -> None:
-    if saved is None:
-        raise ValueError(f"{path} was saved without an optimizer. Leave out optimizer= to restore the variables alone.")
-    if saved["class"] != name:
-        raise ValueError(
-            f"{path} holds the state of the optimizer {saved['class']}, not of {name}. Use that one, or leave out "
-            "optimizer= to restore the variables alone."
-        )
-
-
-def _with_shapes(saved: Any, layout: Sequence[Sequence[Any]]) -> Any:
-    """What the file says about the optimizer, with `shapes`: slot name → variable's index → shape."""
-    shapes: dict[str, dict[str, Any]] = {}
-    for key, _, shape in layout:
-        kind, _, rest = key.partition("/")
-        if kind == "slot":
-            name, _, index = rest.rpartition("/")
-            shapes.setdefault(name, {})[index] = shape
-    return None if saved is None else {**saved, "shapes": shapes}
-
-
-def _target(mgr: VariableMgr, optimizer: Any, chosen: Sequence[Variable], saved: Any) -> Waiting:
-    """Where the optimizer's state goes: into its slots, or aside until it has them."""
-    uses = mgr.uses_of(optimizer)
-    _check_trained(optimizer, uses, chosen)
-    held = holding.hold(optimizer, chosen, uses)
-    fresh = not uses and not held.state.built
-    # With owners, the plan of the first step decides which slots exist here. Without, they are made now, so that they
-    # have their values also where the caller applies reduced gradients without the manager.
-    wait = fresh and isinstance(mgr, VariableMgrLocalFetchFromPS)
-    if fresh and not wait and saved["slots"]:
-        slots.create(optimizer, [variable for variable in chosen if getattr(variable, "trainable", True)])
-        held = holding.hold(optimizer, chosen, uses)
-    held.check(saved)
-    return Waiting(optimizer, chosen, saved, held, wait)
+def _target(mgr: VariableMgr, optimizer: Any, chosen: Sequence[Variable], saved: Any) -> restoring.Waiting:
+    owners = isinstance(mgr, VariableMgrLocalFetchFromPS)
+    return restoring.target(optimizer, mgr.uses_of(optimizer), chosen, saved, owners)

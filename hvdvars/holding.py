@@ -16,6 +16,7 @@ from hvdvars import check, optimizer, owner, slots
 from hvdvars.session import world
 from hvdvars.types import Variable
 
+_MOST_SHOWN = 8
 # Set by a schedule at each step, or by the caller as they like: their lack is no sign of another optimizer.
 _OPTIONAL = ("learning_rate", "current_learning_rate")
 
@@ -197,57 +198,42 @@ def _cut_parts(uses: Sequence[Any], places: dict[int, int]) -> list[Part]:
     return parts
 
 
-class Waiting:
-    """Restored state on its way: straight into slots, or kept on the manager until the optimizer has slots for it."""
+def check_trained(optimizer_: Any, uses: Sequence[Any], chosen: Sequence[Variable]) -> None:
+    """Refuse, with ValueError, to leave out a variable that the optimizer has been used for. Local."""
+    given = {id(optimizer.tf_variable(variable)) for variable in chosen}
+    missing = [v for use in uses for v in use.variables if id(optimizer.tf_variable(v)) not in given]
+    if missing:
+        raise ValueError(
+            f"the optimizer {name_of(optimizer_)} trains {check.name_of(missing[0])} (and "
+            f"{len(missing) - 1} more), which is neither in model nor in variables. Add it to variables=."
+        )
 
-    def __init__(self, optimizer_: Any, variables: Sequence[Variable], saved: Any, held: Holding, wait: bool) -> None:
-        self.scalars: dict[str, np.ndarray] = {}
-        self._optimizer, self._variables, self._saved = optimizer_, variables, saved
-        self._held, self._wait = held, wait
-        self._slots: dict[tuple[str, int], np.ndarray] = {}
 
-    def take(self, kind: str, rest: str, value: np.ndarray) -> None:
-        """Take in `scalar` or `slot`; `rest` is its name, and its variable's index behind a slash. Local."""
-        if kind == "scalar":
-            if not self._held.write_scalar(rest, value) and self._wait:
-                self.scalars[rest] = value
-            return
-        slot, _, index = rest.rpartition("/")
-        if self._wait:
-            self._slots[slot, int(index)] = value
-        else:
-            self._held.write(slot, int(index), value)
+def assemble(
+    headers: Sequence[Any], received: Sequence[Sequence[np.ndarray]]
+) -> tuple[dict[tuple[str, int], np.ndarray], dict[str, np.ndarray]]:
+    """Whole slots by name and variable, and single values by name, of all ranks' contributions. Local.
 
-    def arrived(self) -> None:
-        """Everything has been taken in. Local."""
-        self._held.finish()
+    A header has, for each piece, its slot's name, variable, start and shape, and the names of single values; what was
+    received from that rank are the values, in this order. Single values are those of the first rank that has them.
 
-    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
-        """What still waits, in terms of these variables. Local."""
-        places = {id(optimizer.tf_variable(variable)): index for index, variable in enumerate(variables)}
-        pieces = []
-        for (slot, index), value in self._slots.items():
-            place = places.get(id(optimizer.tf_variable(self._variables[index])))
-            if place is not None:
-                pieces.append(Piece(slot, place, 0, value.shape, value.reshape(-1)))
-        return pieces
-
-    def settle(self, use: Any) -> None:
-        """Assign what waits for the variables of this use, of which the optimizer has just got its slots. Local.
-
-        Raises:
-            ValueError: its slots are not those of the file.
-        """
-        if not self._slots and not self.scalars:
-            return
-        slots.create(self._optimizer, held_variables(self._optimizer, use))
-        held = hold(self._optimizer, self._variables, [use])
-        held.check(self._saved)
-        keys = {id(optimizer.tf_variable(variable)) for variable in use.variables}
-        for slot, index in list(self._slots):
-            if id(optimizer.tf_variable(self._variables[index])) in keys:
-                held.write(slot, index, self._slots.pop((slot, index)))
-        held.finish()
-        for name, value in self.scalars.items():
-            held.write_scalar(name, value)
-        self.scalars.clear()
+    Raises:
+        RuntimeError: pieces are missing.
+    """
+    whole: dict[tuple[str, int], np.ndarray] = {}
+    missing: dict[tuple[str, int], int] = {}
+    shared: dict[str, np.ndarray] = {}
+    for (keys, names), arrays in zip(headers, received, strict=True):
+        for (slot, variable, start, shape), values in zip(keys, arrays, strict=False):
+            key = (slot, variable)
+            if key not in whole:
+                whole[key] = np.empty(shape, values.dtype)
+                missing[key] = whole[key].size
+            whole[key].reshape(-1)[start : start + values.size] = values
+            missing[key] -= values.size
+        for name, value in zip(names, arrays[len(keys) :], strict=True):
+            shared.setdefault(name, value)
+    wrong = [key for key, count in missing.items() if count]
+    if wrong:
+        raise RuntimeError(f"the ranks' pieces do not make up the slots {wrong[:_MOST_SHOWN]}; nothing was written")
+    return dict(sorted(whole.items())), dict(sorted(shared.items()))

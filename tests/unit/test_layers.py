@@ -17,7 +17,7 @@ LAYERS = [
     ["session", "collectives"],
     ["algorithms", "broadcast", "guard", "staging", "relay", "slots"],
     ["reduce", "owner", "holding"],
-    ["mgr", "checkpoint"],
+    ["mgr", "checkpoint", "restoring"],
     ["distribute"],
     ["keras", "tf_cnn_benchmarks"],
     ["__init__"],
@@ -31,6 +31,7 @@ BESIDE = {
     ("owner", "reduce"),
     ("holding", "owner"),
     ("checkpoint", "mgr"),
+    ("checkpoint", "restoring"),
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
