@@ -110,6 +110,8 @@ def is_elementwise(optimizer: Any) -> bool | None:
         return None
     if type(optimizer).__name__ not in _ELEMENTWISE or getattr(optimizer, "clipnorm", None) is not None:
         return False
+    if type(optimizer).__name__ == "Nadam" and kind_of(optimizer) != "keras3":
+        return False  # Keras 2 multiplies its momentum schedule once per variable
     excluded = any(
         getattr(optimizer, name, None)
         for name in ("_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay", "_exclude_variables_ids")
