@@ -8,6 +8,7 @@ ignores the names of eager calls and would add up whatever comes first.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,20 +60,21 @@ def init() -> None:
     mpi = None if launcher.name == "horovodrun-gloo" else session.start_mpi()
     hvd.init()
     launchenv.refuse_split_world(launcher, hvd.size())
-    session.start(
-        World(
-            rank=hvd.rank(),
-            size=hvd.size(),
-            local_rank=hvd.local_rank(),
-            local_size=hvd.local_size(),
-            cross_rank=hvd.cross_rank(),
-            cross_size=hvd.cross_size(),
-            transport=_transport(),
-        )
+    nodes, masks = _look_around(mpi)
+    session.pin_gpu(hvd.local_rank())
+    session.set_threads(masks, hvd.local_rank())
+    place = World(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        cross_rank=hvd.cross_rank(),
+        cross_size=hvd.cross_size(),
+        nodes=nodes,
+        transport=_transport(),
     )
-    session.end_job_on_error(world(), mpi)
-    session.pin_gpu(world().local_rank)
-    session.set_threads(_local_masks(mpi), world().local_rank)
+    session.end_job_on_error(place, mpi)
+    session.start(place)
 
 
 def shutdown() -> None:
@@ -263,7 +265,32 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
 def barrier() -> None:
     """Wait until every rank is here. Collective: every rank of the group calls it in the same order."""
     require_started("barrier")
-    all_reduce(tf.zeros([1], tf.int32), "hvdvars.barrier").numpy()
+    take_turn("barrier")
+
+
+def take_turn(call: str, shown: str = "") -> None:
+    """Meet all ranks, and go on only if all of them are in the same `call`, a text that says which and with what.
+
+    An eager call blocks until all ranks take part: two ranks in different ones would wait for each other for ever.
+    `shown` takes the place of `call` in messages. Collective: every rank of the group calls it in the same order,
+    outside of graphs or while one is traced.
+
+    Raises:
+        RuntimeError: on every rank alike, naming the calls and the ranks.
+    """
+    if world().size == 1:
+        return
+    code = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
+    with tf.init_scope():
+        codes = all_gather(tf.constant([code], tf.int64), "hvdvars.turn").numpy()
+    if (codes == code).all():
+        return
+    calls = gather_objects(shown or call, "calls")
+    listed = "\n  ".join(f"rank {rank}: {other}" for rank, other in enumerate(calls[:8]))
+    raise RuntimeError(
+        f"The ranks are in different calls, so nothing was sent.\n  {listed}\nEvery rank must make the same calls in "
+        "the same order; inside one tf.function the order is free."
+    )
 
 
 def gather_objects(value: Any, name: str) -> list[Any]:
@@ -287,14 +314,15 @@ def _transport() -> str:
     return "MPI" if hvd.mpi_enabled() else "Gloo"
 
 
-def _local_masks(mpi: Any) -> list[list[int]]:
-    """The allowed CPUs of every rank of this node, in order of local rank."""
+def _look_around(mpi: Any) -> tuple[int, list[list[int]]]:
+    """How many nodes there are, and the allowed CPUs of every rank of this one, in order of local rank."""
     mine = launchenv.allowed_cpus()
     if mpi is None:
         # Asking the others would start TensorFlow's threads. No launcher binds Gloo ranks one by one.
-        return [mine] * world().local_size
-    found = mpi.COMM_WORLD.allgather((world().cross_rank, world().local_rank, mine))
-    return [mask for node, _, mask in sorted(found) if node == world().cross_rank]
+        return hvd.cross_size(), [mine] * hvd.local_size()
+    found = mpi.COMM_WORLD.allgather((mpi.Get_processor_name(), hvd.local_rank(), mine))
+    here = sorted((local, mask) for node, local, mask in found if node == mpi.Get_processor_name())
+    return sum(local == 0 for _, local, _ in found), [mask for _, mask in here]
 
 
 def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: Any) -> list[tf.Tensor]:
@@ -306,6 +334,7 @@ def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: 
     """
     # Scopes are ignored so that a rank that traces again keeps the names.
     common = {"name": _unique(name), "ignore_name_scope": True, "process_set_id": 0}
+    _take_order(name)
     held = [_held(tensor) for tensor in tensors]
     several = operation.startswith("grouped_")
     found = getattr(hvd.mpi_ops.MPI_LIB, f"horovod_{operation}")(held if several else held[0], **attributes, **common)
@@ -314,6 +343,20 @@ def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: 
     used = results[0] if results[0].shape.rank == 0 else tf.shape(results[0])
     tf.raw_ops.Assert(condition=tf.constant(True), data=[used])
     return results
+
+
+def _take_order(name: str) -> None:
+    """Write to a variable of this name: functions inside a function that use it then run one after the other."""
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return  # a graph of TensorFlow 1 has no functions of ours inside
+        if name not in _orders:
+            with tf.device("CPU:0"):
+                _orders[name] = tf.Variable(0, trainable=False, name="hvdvars_order")
+    _orders[name].assign_add(0, read_value=False)
+
+
+_orders: dict[str, tf.Variable] = {}
 
 
 def _held(tensor: tf.Tensor) -> tf.Tensor:

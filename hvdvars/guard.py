@@ -29,6 +29,7 @@ def exchange(function: str, settings: Mapping[str, Any], tensors: Sequence[Mappi
         ValueError: on every rank alike, naming the first differences, the ranks and both values.
     """
     mine = {"function": function, "settings": dict(settings), "tensors": [dict(tensor) for tensor in tensors]}
+    collectives.take_turn("exchange", f"{function} (variables: {len(tensors)})")
     ranks = collectives.gather_objects(mine, "exchange")
     problems: list[str] = []
     for rank, other in enumerate(ranks[1:], start=1):
@@ -84,10 +85,11 @@ def canonical_names(names: Sequence[str]) -> list[str]:
     return ["/".join(f"{m[1]}#{order[m[1]][int(m[2] or 0)]}" for m in parts) for parts in split]  # type: ignore[index]
 
 
-def verify(variables: Any, hint: str = "") -> None:
+def verify(variables: Any, hint: str = "", function: str = "verify") -> None:
     """Raise on every rank unless each variable has the same bits on all ranks.
 
-    `variables` is a list. Digests are compared, so that little is sent. `hint` is added to the message.
+    `variables` is a list. Digests are compared, so that little is sent. `hint` is added to the message, which begins
+    with `function`.
 
     Collective: every rank of the group calls it in the same order, outside of graphs.
 
@@ -99,7 +101,7 @@ def verify(variables: Any, hint: str = "") -> None:
     variables = check.check_variables("verify", variables)
     with tf.init_scope():
         mine = [{**describe(variable), "digest": _digest(variable)} for variable in variables]
-    ranks = exchange("verify", {}, mine)
+    ranks = exchange(function, {}, mine)
     wrong: list[str] = []
     for index, variable in enumerate(variables):
         digests = [tensors[index]["digest"] for tensors in ranks]
@@ -110,7 +112,7 @@ def verify(variables: Any, hint: str = "") -> None:
     if wrong:
         shown = wrong[:_MOST_SHOWN] + ([f"… and {len(wrong) - _MOST_SHOWN} more"] if len(wrong) > _MOST_SHOWN else [])
         raise RuntimeError(
-            f"verify: {len(wrong)} of {len(variables)} variables are not equal on all {world().size} ranks.\n  "
+            f"{function}: {len(wrong)} of {len(variables)} variables are not equal on all {world().size} ranks.\n  "
             + "\n  ".join(shown)
             + (f"\n{hint}" if hint else "")
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import broadcast, check, collectives, guard, optimizer, options, owner, reduce
+from hvdvars import broadcast, check, collectives, guard, options, optimizer, owner, reduce, relay
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started, world
@@ -20,7 +20,7 @@ from hvdvars.types import Gradient, Variable
 
 _numbers = itertools.count()
 _FORGOTTEN = (
-    "Call mgr.broadcast(variables) before the first step, so that all ranks start from the values of rank 0 "
+    "Call mgr.broadcast([variables, optimizer]) before the first step, so that all ranks start from rank 0's values "
     "(or create('independent') if every rank is meant to train alone)."
 )
 
@@ -78,6 +78,8 @@ class VariableMgr:
         guard.exchange("broadcast", {"mode": self.mode}, [guard.describe(variable) for variable in variables])
         broadcast.broadcast_variables(variables)
 
+    # Inside a user's tf.function, autograph would rewrite everything from here down: half a minute for nothing.
+    @tf.autograph.experimental.do_not_convert
     def reduce(self, grads: Sequence[Gradient], variables: Sequence[Variable]) -> list[Gradient]:
         """The reduced gradients, whole, on every rank: the mean over all ranks, or the sum with `average=False`.
 
@@ -92,9 +94,11 @@ class VariableMgr:
         use, gradients = self._use("reduce", grads, variables)
         if not tf.executing_eagerly():
             return self._reduce(use, gradients)
+        self._take_turn(use, "reduce")
         function = use.functions.setdefault(0, _compile(lambda given: self._reduce(use, given)))
         return function(gradients)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, optimizer_: Any, grads: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Reduce the gradients, let the optimizer apply them where the variables are owned, and publish the values.
 
@@ -113,7 +117,9 @@ class VariableMgr:
         if not tf.executing_eagerly():
             self._step(use, optimizer_, gradients)
             return
-        step = use.functions.setdefault(id(optimizer_), _compile(lambda given: self._step(use, optimizer_, given)))
+        key = _identity(optimizer_)
+        self._take_turn(use, f"apply_gradients with optimizer {list(use.optimizers).index(key)}")
+        step = use.functions.setdefault(key, _compile(lambda given: self._step(use, optimizer_, given)))
         step(gradients)
 
     def flush(self) -> None:
@@ -126,14 +132,14 @@ class VariableMgr:
         return {
             "mode": self.mode,
             "class": type(self).__name__,
-            "world": {"rank": place.rank, "size": place.size, "nodes": place.cross_size, "transport": place.transport},
+            "world": {"rank": place.rank, "size": place.size, "nodes": place.nodes, "transport": place.transport},
             "options": asdict(self.options),
             "plans": [self._report(use) for use in self._uses.values()],
         }
 
     def uses_of(self, optimizer_: Any) -> list[_Use]:
         """The lists of variables, with their plans, that this optimizer has been used for. Local."""
-        return [use for use in self._uses.values() if id(optimizer_) in use.optimizers]
+        return [use for use in self._uses.values() if _identity(optimizer_) in use.optimizers]
 
     # --- shared parts ------------------------------------------------------------------------------------------------
 
@@ -149,7 +155,8 @@ class VariableMgr:
         """
         require_started(f"VariableMgr.{function}")
         gradients, checked = check.check_aligned(function, grads, variables)
-        kinds = tuple(_kind(gradient) for gradient in gradients)
+        missing = "dense" if self.options.none_gradients == "zeros" else "none"
+        kinds = tuple(_kind(gradient, missing) for gradient in gradients)
         key = (tuple(id(variable) for variable in checked), kinds)
         if key not in self._uses:
             self._uses[key] = self._first_use(function, gradients, checked, kinds)
@@ -158,11 +165,11 @@ class VariableMgr:
     def _first_use(
         self, function: str, gradients: list[Gradient], variables: list[Variable], kinds: tuple[str, ...]
     ) -> _Use:
-        for variable, kind in zip(variables, kinds, strict=True):
-            if self.options.average and kind != "none" and self.mode != "independent":
-                check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
         number = len(self._uses)
         forms = self._agree(function, gradients, variables, kinds, number)
+        for variable, form in zip(variables, forms, strict=True):
+            if self.options.average and form.kind != "none":
+                check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
         whole = reduce.plan_reduction(f"{self._name}.{number}", forms, self.options)
         plan = self._plan(f"{self._name}.{number}.owned", forms, whole)
         return _Use(number, list(variables), plan, whole)
@@ -181,9 +188,10 @@ class VariableMgr:
         ]
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
         ranks = guard.exchange(function, settings, described)
-        _check_missing(function, ranks, self.options.none_gradients)
+        _check_missing(function, ranks)
         forms = []
         for index, variable in enumerate(variables):
+            check.check_known_shape(function, variable)
             form = Form("dense", tuple(check.shape_of(variable)), check.dtype_of(variable).name)
             seen = [rank[index] for rank in ranks]
             kind = reduce.choose_form(
@@ -192,17 +200,33 @@ class VariableMgr:
             forms.append(Form(kind, form.shape, form.dtype))
         return forms
 
+    def _take_turn(self, use: _Use, call: str) -> None:
+        """Refuse eager calls in another order on another rank: each would wait for the others' for ever."""
+        if self.mode == "independent":
+            return
+        first = check.name_of(use.variables[0]) if use.variables else "nothing"
+        others = f" and {len(use.variables) - 1} more" if len(use.variables) > 1 else ""
+        collectives.take_turn(f"{call} {self._name}.{use.number}", f"{call} of {first}{others}")
+
     def _prepare(self, use: _Use, optimizer_: Any) -> None:
         """Create slots and other state, once, outside of any graph."""
-        if id(optimizer_) in use.optimizers:
+        key = _identity(optimizer_)
+        if key in use.optimizers:
             return
-        if self.mode != "independent" and not use.optimizers:
-            guard.verify(use.variables, _FORGOTTEN)
+        if self.mode == "independent":
+            self._create_state(use, optimizer_)
+        else:
+            guard.exchange("apply_gradients", {"optimizer": type(optimizer_).__name__}, [])
+            guard.verify([*use.variables, *optimizer.shared_state(optimizer_)], _FORGOTTEN, "apply_gradients")
+            # An owner may refuse what a rank that owns nothing never sees.
+            relay.together("apply_gradients", lambda: self._create_state(use, optimizer_))
+        use.optimizers[key] = optimizer_
+
+    def _create_state(self, use: _Use, optimizer_: Any) -> None:
         with tf.init_scope():
             self._build(use, optimizer_)
             if self.options.verify_every and use.steps is None:
                 use.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdvars_steps")
-            use.optimizers[id(optimizer_)] = optimizer_
             if id(optimizer_) in self.restored:
                 self.restored[id(optimizer_)].settle(use)
 
@@ -310,6 +334,11 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
         return owner.plan_ownership(name, forms, self.options)
 
     def _build(self, use: _Use, optimizer_: Any) -> None:
+        if optimizer.scales_loss(optimizer_):
+            raise ValueError(
+                f"apply_gradients: {type(optimizer_).__name__} skips a step by the gradients it is given, and each "
+                "owner would decide for its own part alone. Use create('horovod')."
+            )
         if self.options.placement == "variables":
             mine = owner.owned_variables(use.plan, use.variables)
             if mine:
@@ -385,14 +414,14 @@ def create(mode: str, **given: Any) -> VariableMgr:
         )
     if chosen.horovod_device == "gpu" and not tf.config.list_logical_devices("GPU"):
         raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out or use 'cpu'.")
-    if mode == "parameter_server" and place.cross_size > 1:
+    if mode == "parameter_server" and place.nodes > 1:
         return VariableMgrDistributedFetchFromPS(chosen)
     return _CLASSES[mode](chosen)
 
 
-def _kind(gradient: Gradient) -> str:
+def _kind(gradient: Gradient, missing: str) -> str:
     if gradient is None:
-        return "none"
+        return missing
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
@@ -400,9 +429,7 @@ def _rows(gradient: Gradient) -> int | None:
     return gradient.values.shape[0] if isinstance(gradient, tf.IndexedSlices) else None
 
 
-def _check_missing(function: str, ranks: Sequence[Sequence[dict[str, Any]]], option: str) -> None:
-    if option == "zeros":
-        return
+def _check_missing(function: str, ranks: Sequence[Sequence[dict[str, Any]]]) -> None:
     problems = []
     for index, first in enumerate(ranks[0]):
         missing = [rank for rank, tensors in enumerate(ranks) if tensors[index]["kind"] == "none"]
@@ -424,6 +451,12 @@ def _clip_values(gradient: Gradient, limit: float) -> Gradient:
 
 def _device(chosen: Options) -> Any:
     return tf.device(f"/{chosen.horovod_device}:0" if chosen.horovod_device else None)
+
+
+def _identity(optimizer_: Any) -> Any:
+    """What tells optimizers apart: a bound method is a new object each time it is named."""
+    method = getattr(optimizer_, "__func__", None)
+    return id(optimizer_) if method is None else (id(optimizer_.__self__), id(method))
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
