@@ -3,7 +3,7 @@
 # Variables go to scripts/setup.sh: TF_VERSION, PYTHON, VENV, MPI, NCCL, WHEELHOUSE (see there).
 
 VENV ?= .venv
-export TF_VERSION PYTHON VENV MPI NCCL CUDA_HOME NCCL_HOME CUDA_ARCHS WHEELHOUSE
+SETUP := TF_VERSION PYTHON VENV MPI NCCL CUDA_HOME NCCL_HOME CUDA_ARCHS WHEELHOUSE
 
 PY := $(VENV)/bin/python
 # horovodrun and mpirun of the environment go before any other.
@@ -28,7 +28,9 @@ lint: setup
 	$(RUN) mypy
 
 setup:
-	@scripts/setup.sh
+	@$(foreach name,$(SETUP),$(if $($(name)),$(name)='$($(name))')) scripts/setup.sh
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs
+	@if [ -e '$(VENV)/.hvdvars-made' ]; then rm -rf '$(VENV)'; \
+	elif [ -e '$(VENV)' ]; then echo "$(VENV) was not made by scripts/setup.sh: left alone"; fi
+	rm -rf build *.egg-info runs
