@@ -1,4 +1,4 @@
-"""scripts/setup.sh: what it refuses, before it creates anything; no case here reaches the network."""
+"""scripts/setup.sh: what it refuses before it creates anything, and its course with a pip that only writes down."""
 
 import os
 import shutil
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = "bash cat cut diff dirname env find grep head make mkdir mktemp realpath rm sha256sum tail uname"
+TOOLS = """
+basename bash cat chmod cp cut diff dirname env find grep gzip head make mkdir mktemp mv realpath rm sha256sum tail tar
+touch uname
+"""
 
 
 def script(path, text):
@@ -183,3 +186,86 @@ def test_make_clean_leaves_foreign_environments(site):
     (site.venv / ".hvdvars-made").touch()
     clean()
     assert not site.venv.exists()
+
+
+# Stands for the environment's python: writes down its calls, fails on what the file "fail" names.
+RECORDER = r"""
+echo "$*" >> "$HOME/calls"
+! grep -qF -- "$(cat "$HOME/fail" 2>/dev/null || echo nothing)" <<END || exit 1
+$*
+END
+while [ $# -gt 1 ]; do case $1 in -d | -w) folder=$2 ;; esac; last=$2; shift; done
+case $last in
+    horovod==*) mkdir -p "$folder/horovod-0.28.1/horovod/tensorflow"
+        tar -czf "$folder/horovod-0.28.1.tar.gz" -C "$folder" horovod-0.28.1 ;;
+    */horovod-0.28.1) mkdir "$folder"; touch "$folder/horovod-0.28.1-$TAG-$TAG-any.whl" ;;
+    .*test]) touch "$(dirname "$0")/hvdvars"; chmod 755 "$(dirname "$0")/hvdvars" ;;
+esac"""
+
+
+class TestCourse:
+    @pytest.fixture
+    def course(self, site):
+        recorder = script(site.bin / "recorder", RECORDER)
+        make = f'mkdir -p "$3/bin"; cp {recorder} "$3/bin/python"; exit'
+        script(site.bin / "python3", f'[ "$1 $2" != "-m venv" ] || {{ {make}; }}\nexec {sys.executable} "$@"')
+        tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+        def run(fail="nothing", code=0, **variables):
+            (site.home / "fail").write_text(fail)
+            (site.home / "calls").write_text("")
+            done = site.run(ROOT / "scripts/setup.sh", TAG=tag, **variables)
+            assert done.returncode == code, done.stdout + done.stderr
+            return done.stdout, (site.home / "calls").read_text()
+
+        return run
+
+    def test_a_failed_build_is_a_failure_and_the_next_run_goes_on(self, site, course):
+        said, calls = course(fail="--no-binary horovod", code=1)
+        assert "Building Horovod" in said
+        assert "pip wheel" not in calls
+        said, calls = course()
+        assert "Creating" not in said
+        assert "pip wheel" in calls
+        assert not list(site.home.rglob(".partial*"))
+        said, calls = course(PATH=f"{site.venv}/bin:{site.bin}", VIRTUAL_ENV=site.venv)
+        assert "is ready (" in said
+        assert not calls
+
+    def test_a_moved_environment_is_made_again(self, site, course):
+        course()
+        moved = site.home / "moved"
+        site.venv.rename(moved)
+        said, _ = course(VENV=moved)
+        assert "Creating" in said
+        assert "Using the Horovod wheel built earlier" in said
+
+    def test_an_interrupted_pip_leaves_nothing_that_counts_as_installed(self, site, course):
+        course(fail="test]", code=1)
+        packages = site.venv / "lib/python3/site-packages"
+        for name in ("half", "whole"):
+            (packages / f"{name}-1.dist-info").mkdir(parents=True)
+        (packages / "whole-1.dist-info/INSTALLER").touch()
+        course()
+        assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
+
+    def test_a_wheelhouse_is_filled_beside_a_ready_environment(self, site, course):
+        course()
+        wheels = site.home / "wheels"
+        said, _ = course(WHEELHOUSE=wheels)
+        assert "Filling" in said
+        key = (wheels / "environment.txt").read_text()
+        assert key == (site.venv / ".hvdvars-environment").read_text()
+        said, calls = course(WHEELHOUSE=wheels)
+        assert "is ready (" in said
+        assert not calls
+        (wheels / "environment.txt").write_text("another")
+        (wheels / "horovod-0.28.1-old.whl").touch()
+        course(fail="pip download", code=1, WHEELHOUSE=wheels)
+        assert not list(wheels.iterdir())
+        course(WHEELHOUSE=wheels)
+        assert (wheels / "environment.txt").read_text() == key
+        shutil.rmtree(site.venv)
+        said, calls = course(WHEELHOUSE=wheels)
+        assert f"Using only the wheels in {wheels}" in said
+        assert "--no-index" in calls
