@@ -1,1 +1,115 @@
-"""To come."""
+"""`report()`: plain data, and true, as the graph itself says."""
+
+import json
+
+import keras
+import tensorflow as tf
+
+import hvdvars as hv
+
+from . import EVERYWHERE, case
+from .tools import horovod_operations, same_everywhere
+
+MODES = {
+    "horovod": ("horovod", {}),
+    "pack": ("horovod", {"fusion": "pack"}),
+    "group": ("horovod", {"fusion": "group"}),
+    "none": ("horovod", {"fusion": "none"}),
+    "small": ("horovod", {"agg_small_grads_max_bytes": 100, "agg_small_grads_max_group": 2}),
+    "repacking": ("replicated", {"gradient_repacking": 3}),
+    "scope": ("replicated", {"allreduce_merge_scope": 3}),
+    "compact": ("horovod", {"compact_gradient_transfer": True}),
+    "xring2": ("replicated", {"all_reduce_spec": "xring#2"}),
+    "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
+    "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
+    "sparse": ("horovod", {"sparse": "sparse"}),
+    "verify": ("horovod", {"verify_every": 2}),
+    **{
+        f"{placement}-{way}-{fusion}": (
+            "parameter_server",
+            {"placement": placement, "reduce_to_owner": way, "fusion": fusion},
+        )
+        for placement in ("variables", "elements")
+        for way, fusion in (("auto", "auto"), ("reduce_scatter", "auto"), ("all_reduce", "none"))
+    },
+    "owners-sparse": ("parameter_server", {"sparse": "sparse"}),
+    "independent": ("independent", {}),
+}
+CLASSES = {
+    "horovod": "VariableMgrHorovod",
+    "replicated": "VariableMgrLocalReplicated",
+    "collective_all_reduce": "VariableMgrCollectiveAllReduce",
+    "parameter_server": "VariableMgrLocalFetchFromPS",
+    "independent": "VariableMgrIndependent",
+}
+
+
+def traced(mgr, optimizer):
+    """A step over variables of two dtypes, a table and one without a gradient, as a concrete function."""
+    variables = [tf.Variable(tf.zeros([size])) for size in (10, 3, 20_000, 40, 16, 1)]
+    variables += [tf.Variable(tf.zeros([5], "float64")), tf.Variable(tf.zeros([30, 2])), tf.Variable(tf.zeros([2]))]
+
+    @tf.function
+    def step(x):
+        grads = [tf.cast(tf.fill(v.shape, x), v.dtype) for v in variables[:-1]]
+        grads[-1] = tf.IndexedSlices(tf.fill([2, 2], x), tf.constant([3, 3]), tf.constant([30, 2]))
+        mgr.apply_gradients(optimizer, [*grads, None], variables)
+
+    return step.get_concrete_function(tf.constant(1.0)), variables
+
+
+@case(params=MODES)
+def the_graph_has_the_reported_collectives(world, mode):
+    name, options = mode
+    mgr = hv.create(name, **options)
+    function, _ = traced(mgr, keras.optimizers.SGD(0.1))
+    (plan,) = mgr.report()["plans"]
+    found = horovod_operations(function)
+    assert len(found) == plan["collectives_per_step"], f"{plan} but {found}"
+    same_everywhere(world, sorted(found), "the operations")
+
+
+@case(params={name: MODES[name] for name in ("variables-auto-auto", "elements-auto-auto")}, sizes=(2, 3, 4))
+def the_norm_of_all_gradients_is_counted(world, mode):
+    name, options = mode
+    mgr = hv.create(name, **options)
+    function, _ = traced(mgr, keras.optimizers.SGD(0.1, global_clipnorm=1.0))
+    assert len(horovod_operations(function)) == mgr.report()["plans"][0]["collectives_per_step"]
+
+
+@case(params=MODES, hows=EVERYWHERE)
+def it_is_plain_data_about_what_runs(world, mode):
+    name, options = mode
+    mgr, optimizer = hv.create(name, **options), keras.optimizers.Adam()
+    assert mgr.report()["plans"] == []
+    _, variables = traced(mgr, optimizer)
+    report = mgr.report()
+    assert json.loads(json.dumps(report)) == report
+    assert report["mode"] == name and report["class"] == CLASSES[name]
+    place = {"rank": world.rank, "size": world.size, "nodes": 1, "transport": "Gloo" if world.how == "gloo" else "MPI"}
+    assert report["world"] == place
+    assert {option: report["options"][option] for option in options} == options
+    (plan,) = report["plans"]
+    assert plan["variables"] == len(variables) and len(plan["owners"]) == world.size
+    if name != "independent":
+        same_everywhere(world, {k: v for k, v in plan.items() if k != "optimizer_bytes"}, "the plan")
+    slots = sum(2 * int(tf.size(v)) * v.dtype.size for v in variables)
+    everywhere = world.collectives.gather_objects(plan["optimizer_bytes"], "tests.slots")
+    if name == "parameter_server":
+        trained = slots - 2 * 2 * 4  # the variable without a gradient need not have an owner
+        assert trained <= sum(everywhere) <= slots, (everywhere, slots)
+    else:
+        assert everywhere == [slots] * world.size, (everywhere, slots)
+
+
+@case(sizes=(2, 3, 4))
+def bytes_per_step(world):
+    def sent(mode, **options):
+        mgr = hv.create(mode, **options)
+        variables = [tf.Variable(tf.zeros([64])), tf.Variable(tf.zeros([32], "float64"))]
+        mgr.apply_gradients(keras.optimizers.SGD(0.1), [tf.ones_like(v) for v in variables], variables)
+        return mgr.report()["plans"][0]["bytes_per_step"]
+
+    assert sent("horovod") == sent("horovod", fusion="none") == 512
+    assert sent("horovod", compact_gradient_transfer=True) == 128 + 256
+    assert sent("parameter_server") >= 1024  # there and back
