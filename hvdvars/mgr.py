@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import broadcast, check, collectives, guard, options, optimizer, owner, reduce, relay
+from hvdvars import broadcast, check, collectives, guard, optimizer, options, owner, reduce, relay
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started, world
@@ -129,12 +129,13 @@ class VariableMgr:
     def report(self) -> dict[str, Any]:
         """What this manager does, as JSON-able values: mode, world, options, a plan per list of variables. Local."""
         place = require_started("VariableMgr.report")
+        nothing_sent = {"collectives_per_step": 0, "bytes_per_step": 0} if place.size == 1 else {}
         return {
             "mode": self.mode,
             "class": type(self).__name__,
             "world": {"rank": place.rank, "size": place.size, "nodes": place.nodes, "transport": place.transport},
             "options": asdict(self.options),
-            "plans": [self._report(use) for use in self._uses.values()],
+            "plans": [{**self._report(use), **nothing_sent} for use in self._uses.values()],
         }
 
     def uses_of(self, optimizer_: Any) -> list[_Use]:
@@ -369,10 +370,11 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
 
     def _report(self, use: _Use) -> dict[str, Any]:
         plan = use.plan
+        clips = any(optimizer.global_clipnorm(one) is not None for one in use.optimizers.values())
         return {
             **super()._report(use),
             "buckets": len(plan.values.buckets),
-            "collectives_per_step": plan.collectives,
+            "collectives_per_step": plan.collectives + clips,
             "bytes_per_step": plan.gradients.bytes + plan.values.bytes,
             "sparse": sum(form.kind == "sparse" for form in plan.forms),
             "owners": list(plan.owned_bytes),
