@@ -65,7 +65,8 @@ def the_graph_has_the_reported_collectives(world, mode):
     function, _ = traced(mgr, keras.optimizers.SGD(0.1))
     (plan,) = mgr.report()["plans"]
     found = horovod_operations(function)
-    assert len(found) == plan["collectives_per_step"], f"{plan} but {found}"
+    sometimes = 1 if "verify_every" in options and world.size > 1 else 0
+    assert len(found) - sometimes == plan["collectives_per_step"], f"{plan} but {found}"
     same_everywhere(world, sorted(found), "the operations")
 
 
@@ -77,7 +78,10 @@ def the_norm_of_all_gradients_is_counted(world, mode):
     assert len(horovod_operations(function)) == mgr.report()["plans"][0]["collectives_per_step"]
 
 
-@case(params=MODES, hows=EVERYWHERE)
+FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
+
+
+@case(params=FEW, hows=EVERYWHERE)
 def it_is_plain_data_about_what_runs(world, mode):
     name, options = mode
     mgr, optimizer = hv.create(name, **options), keras.optimizers.Adam()
