@@ -37,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--untuned", action="store_true", help="also hvdvars with HVDVARS_TRANSPORT_DEFAULTS=0")
     add("--threads", type=int, help="the same TensorFlow threads for all (default: what each user gets)")
     add("--seed", type=int, default=0, help="of the order in each round (default: 0)")
-    add("--limit", type=float, default=3600, help="seconds after which a job is ended (default: 3600)")
+    add("--limit", type=float, default=7200, help="seconds after which a job is ended (default: 7200)")
     add("--output", type=Path, default=RESULTS, help="folder of the JSON and the PNG")
     add("--show", type=Path, metavar="JSON", help="print and draw an earlier run again, measure nothing")
     options = parser.parse_args(arguments)

@@ -57,6 +57,9 @@ class Rounds:
         self._contenders = list(contenders)
         self._settings = settings
         self._order = random.Random(settings.seed)
+        # Where only one job's data fits in memory: that job, and which of its contenders are built.
+        self._holder = ""
+        self._built: set[str] = set()
         self._kept = _fits(PROFILES[profile].bytes, pool.ranks, self._contenders, settings.memory_share)
 
     def measure(self, tick: Callable[[str], None]) -> Series:
@@ -86,16 +89,19 @@ class Rounds:
         return order
 
     def _attempt(self, contender: Contender, action: Callable[[Contender], object]) -> None:
-        if contender.name in self.series.failed:
-            return
-        try:
-            action(contender)
-        except JobError as error:
-            self._pool.drop(error.job)
-            self.series.failed[contender.name] = str(error)
-            for other in self._contenders:
-                if other.job == error.job:
-                    self.series.failed.setdefault(other.name, f"its job {error.job} ended while {contender.name} ran")
+        """Runs the action; a job that fails is ended and loses its contenders, and the others try again."""
+        while contender.name not in self.series.failed:
+            try:
+                action(contender)
+                return
+            except JobError as error:
+                self._pool.drop(error.job)
+                if error.job == contender.job:
+                    self.series.failed[contender.name] = str(error)
+                for other in self._contenders:
+                    if other.job == error.job:
+                        reason = f"its job {error.job} ended while {contender.name} ran"
+                        self.series.failed.setdefault(other.name, reason)
 
     def _prepare(self, contender: Contender) -> float:
         """Builds and checks the step; seconds that one step took."""
@@ -125,12 +131,15 @@ class Rounds:
         self.series.seconds.setdefault(contender.name, []).append(self._prepare(contender))
 
     def _make_room(self, contender: Contender) -> None:
-        """Frees what the other jobs hold and builds this contender's data anew, outside the timed block."""
-        for name in self._alive_jobs():
-            if name != contender.job:
-                self._free(self._pool.job(name))
-        command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
-        self._pool.job(contender.job).ask(command)
+        """Frees what another job holds and builds this contender's data anew, outside the timed block."""
+        if self._holder != contender.job:
+            holder, self._holder, self._built = self._holder, contender.job, set()
+            if holder and self._pool.started(holder):
+                self._free(self._pool.job(holder))
+        if contender.name not in self._built:
+            command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
+            self._pool.job(contender.job).ask(command)
+            self._built.add(contender.name)
 
     def _alive_jobs(self) -> list[str]:
         return [name for name in dict.fromkeys(one.job for one in self._contenders) if self._pool.started(name)]

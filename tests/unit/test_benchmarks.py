@@ -160,9 +160,10 @@ def test_cold_rounds_start_new_processes():
     assert sorted(pool.dropped) == ["hvdvars"] * 3 + ["plain"] * 3
 
 
-def test_a_failing_job_loses_its_contenders_only():
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_failing_job_loses_its_contenders_only(share):
     pool = _FakePool(broken=["plain"])
-    settings = rounds.Settings(rounds=2, block_seconds=1.0)
+    settings = rounds.Settings(rounds=2, block_seconds=1.0, memory_share=share)
     found = rounds.Rounds(pool, "update", "cnn", BASELINES, settings).measure(lambda what: None)
     assert set(found.failed) == {"plain/per_tensor", "plain/grouped"}
     assert set(found.seconds) == {"none", "mpi4py", "mpi4py/tuned", "multiworker/ring"}
