@@ -14,12 +14,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.contenders import JOBS, JobSpec
 from benchmarks.launch import launch
 
 GRACE_SECONDS = 10.0
 LOG_LINES = 25
 _NUMBERS = itertools.count()
+
+
+def available_memory() -> int:
+    """Bytes that new data may take on this machine."""
+    return psutil.virtual_memory().available
 
 
 class JobError(RuntimeError):
@@ -199,6 +206,13 @@ class Pool:
         """Ends a job; the next `job(name)` starts a fresh one."""
         if name in self._jobs:
             self._jobs.pop(name).end()
+
+    def make_room(self, wanted: int, keep: str) -> None:
+        """Ends sleeping jobs, all but `keep`, until `wanted` bytes are available."""
+        for name in [name for name in self._jobs if name != keep]:
+            if available_memory() >= wanted:
+                return
+            self.drop(name)
 
     def __enter__(self) -> Pool:
         return self

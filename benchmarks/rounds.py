@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.contenders import Contender
-from benchmarks.jobs import Job, JobError, Pool
+from benchmarks.jobs import Job, JobError, Pool, available_memory
 from benchmarks.profiles import PROFILES
 
-# Variables, gradients, reduced gradients and what a step needs besides, in bytes of the profile.
-COPIES = 4
+# Bytes of a rank in bytes of the profile: asleep with its data, and at most while it steps.
+ASLEEP_COPIES = 3
+AWAKE_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Settings:
     single: bool = False
     cold: bool = False
     seed: int = 0
-    memory_share: float = 0.5
+    memory_share: float = 0.6
 
 
 @dataclass
@@ -105,16 +106,21 @@ class Rounds:
 
     def _prepare(self, contender: Contender) -> float:
         """Builds and checks the step; seconds that one step took."""
-        job = self._pool.job(contender.job)
-        command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
-        answers = job.ask(command)
+        answers = self._build(contender)
         seconds = max(answer["seconds"] for answer in answers)
         self.series.reports[contender.name] = [answer["report"] for answer in answers]
         steps = min(500, max(2, math.ceil(self._settings.block_seconds / seconds)))
         self.series.steps[contender.name] = 1 if self._settings.single else steps
         if not self._kept:
-            self._free(job)
+            self._free(self._pool.job(contender.job))
         return seconds
+
+    def _build(self, contender: Contender) -> list[dict[str, Any]]:
+        if not self._kept:
+            wanted = AWAKE_COPIES * PROFILES[self.series.profile].bytes * self._pool.ranks
+            self._pool.make_room(wanted, keep=contender.job)
+        command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
+        return self._pool.job(contender.job).ask(command)
 
     def _block(self, contender: Contender) -> None:
         if not self._kept:
@@ -137,8 +143,7 @@ class Rounds:
             if holder and self._pool.started(holder):
                 self._free(self._pool.job(holder))
         if contender.name not in self._built:
-            command = {"do": "prepare", "contender": contender.as_dict(), "profile": self.series.profile}
-            self._pool.job(contender.job).ask(command)
+            self._build(contender)
             self._built.add(contender.name)
 
     def _alive_jobs(self) -> list[str]:
@@ -150,7 +155,5 @@ class Rounds:
 
 def _fits(profile_bytes: int, ranks: int, contenders: list[Contender], share: float) -> bool:
     """Whether every job may keep the profile's data in memory while it sleeps."""
-    import psutil
-
     jobs = len({contender.job for contender in contenders})
-    return COPIES * profile_bytes * ranks * jobs < share * psutil.virtual_memory().available
+    return (ASLEEP_COPIES * jobs + AWAKE_COPIES) * profile_bytes * ranks < share * available_memory()

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import report, rounds, stats, targets  # noqa: E402
+from benchmarks import jobs, report, rounds, stats, targets  # noqa: E402
 from benchmarks.contenders import BASELINES, BROADCAST, JOBS, Contender, update_contenders  # noqa: E402
 from benchmarks.jobs import JobError, Pool  # noqa: E402
 from benchmarks.profiles import PROFILES  # noqa: E402
@@ -138,6 +138,9 @@ class _FakePool:
     def started(self, name):
         return name not in self.dropped
 
+    def make_room(self, wanted, keep):
+        pass
+
     def drop(self, name):
         self.dropped.append(name)
 
@@ -179,6 +182,18 @@ def test_job_sleeps_answers_and_ends(tmp_path):
         assert [set(answer) for answer in job.ask({"do": "free"})] == [{"rss", "peak_rss"}] * 2
         assert _states(processes) == {psutil.STATUS_STOPPED}
     assert not any(process.is_running() for process in processes)
+
+
+def test_pool_ends_sleeping_jobs_for_memory(tmp_path, monkeypatch):
+    with Pool(1, tmp_path, 60, {}) as pool:
+        pool.job("none")
+        pool.make_room(0, keep="plain")
+        assert pool.started("none")
+        monkeypatch.setattr(jobs, "available_memory", lambda: 10)
+        pool.make_room(11, keep="none")
+        assert pool.started("none")
+        pool.make_room(11, keep="plain")
+        assert not pool.started("none")
 
 
 def test_job_reports_an_error_and_a_killed_rank(tmp_path):
