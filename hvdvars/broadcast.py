@@ -11,6 +11,9 @@ from hvdvars import check, collectives, fusion, optimizer
 from hvdvars.session import require_started
 from hvdvars.types import Variable
 
+# One buffer at a time, of a size that every rank has to spare.
+_MOST_BYTES = 256 * 1024 * 1024
+
 
 def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str = "broadcast") -> None:
     """Give each variable the value that it has on rank `root`, packed into one broadcast per dtype.
@@ -28,11 +31,11 @@ def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str 
         dtypes = [value.dtype.name for value in values]
         for variable, value in zip(variables, values, strict=True):
             collectives.transfer_type("broadcast", value.dtype, check.name_of(variable))
-        plan = fusion.plan([value.shape for value in values], dtypes, small_bytes=None, max_bytes=None)
+        plan = fusion.plan([value.shape for value in values], dtypes, small_bytes=None, max_bytes=_MOST_BYTES)
         if collectives.size() == 1:
             return
-        for bucket, buffer in zip(plan.buckets, fusion.pack(plan, values), strict=True):
-            received = collectives.broadcast(buffer, root, f"hvdvars.{name}.{bucket.dtype}")
+        for bucket in plan.buckets:
+            received = collectives.broadcast(fusion.fill(bucket, values), root, f"hvdvars.{name}.{bucket.dtype}")
             for place, value in zip(bucket.places, fusion.cut(received, bucket.places), strict=True):
                 if collectives.rank() != root:
                     variables[place.index].assign(value)
@@ -52,8 +55,8 @@ def flatten_targets(targets: Any, slots: bool = True) -> list[Variable]:
         return [targets]
     if hasattr(targets, "apply_gradients"):
         return _unique([*optimizer.shared_state(targets), *(optimizer.state(targets) if slots else [])])
-    if hasattr(targets, "trainable_variables") and hasattr(targets, "variables"):
-        return list(targets.variables)
+    if hasattr(targets, "trainable_variables") and hasattr(targets, "weights"):
+        return list(targets.weights)  # not the seeds, which belong to a rank
     raise TypeError(
         f"broadcast: expected variables, optimizers or models, or a list of them, got {type(targets).__name__}"
     )

@@ -102,6 +102,15 @@ def check_gradient(function: str, argument: str, grad: Any, variable: Any) -> Gr
     return grad
 
 
+def check_known_shape(function: str, variable: Any) -> None:
+    """Refuse a variable with unknown dimensions: plans are made once, for sizes that stay. Local. Raises ValueError."""
+    if not shape_of(variable).is_fully_defined():
+        raise ValueError(
+            f"{function}: {name_of(variable)} has shape {shape_of(variable)}; "
+            "every dimension of a variable must be known"
+        )
+
+
 def check_mean(function: str, argument: str, dtype: tf.DType) -> None:
     """Refuse a mean where it could not be exact or has no meaning: integers, bool, strings.
 

@@ -54,7 +54,7 @@ class VariableMgr:
 
     # --- what a mode answers -----------------------------------------------------------------------------------------
 
-    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+    def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         raise NotImplementedError
 
     def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
@@ -104,6 +104,8 @@ class VariableMgr:
 
         `optimizer_` is a Keras or `tf.compat.v1.train` optimizer, or a callable `apply(grads, variables)` that updates
         each variable by its own gradient. `grads` are aligned with `variables`; a None leaves its variable alone.
+        Eager calls run through a `tf.function` made once: what a callable reads from Python is fixed at its first call,
+        so keep what changes (a learning rate, say) in a `tf.Variable`.
         Collective: every rank of the group calls it in the same order.
 
         Raises:
@@ -172,7 +174,7 @@ class VariableMgr:
             if self.options.average and form.kind != "none":
                 check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
         whole = reduce.plan_reduction(f"{self._name}.{number}", forms, self.options)
-        plan = self._plan(f"{self._name}.{number}.owned", forms, whole)
+        plan = self._plan(f"{self._name}.{number}.owned", variables, forms, whole)
         return _Use(number, list(variables), plan, whole)
 
     def _agree(
@@ -217,7 +219,7 @@ class VariableMgr:
         if self.mode == "independent":
             self._create_state(use, optimizer_)
         else:
-            guard.exchange("apply_gradients", {"optimizer": type(optimizer_).__name__}, [])
+            guard.exchange("apply_gradients", {"optimizer": optimizer.describe(optimizer_)}, [])
             guard.verify([*use.variables, *optimizer.shared_state(optimizer_)], _FORGOTTEN, "apply_gradients")
             # An owner may refuse what a rank that owns nothing never sees.
             relay.together("apply_gradients", lambda: self._create_state(use, optimizer_))
@@ -287,7 +289,7 @@ class VariableMgrIndependent(VariableMgr):
             Form("none", tuple(check.shape_of(variable)), check.dtype_of(variable).name) for variable in variables
         ]
 
-    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+    def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         return whole
 
     def _reduce(self, use: _Use, gradients: list[Gradient]) -> list[Gradient]:
@@ -302,7 +304,7 @@ class VariableMgrHorovod(VariableMgr):
 
     mode = "horovod"
 
-    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> Any:
+    def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         return whole
 
     def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
@@ -331,14 +333,29 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
         # Slots live on their owners only, and differ from rank to rank: they start from zero on each.
         return broadcast.flatten_targets(targets, slots=False)
 
-    def _plan(self, name: str, forms: Sequence[Form], whole: Reduction) -> owner.Ownership:
-        return owner.plan_ownership(name, forms, self.options)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._owners: dict[int, tuple[int, int]] = {}
+
+    def _plan(
+        self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction
+    ) -> owner.Ownership:
+        if self.options.placement == "elements":
+            return owner.plan_ownership(name, forms, self.options)
+        return owner.plan_ownership(name, forms, self.options, owner.keep_owners(self._owners, variables, forms))
 
     def _build(self, use: _Use, optimizer_: Any) -> None:
         if optimizer.scales_loss(optimizer_):
             raise ValueError(
                 f"apply_gradients: {type(optimizer_).__name__} skips a step by the gradients it is given, and each "
                 "owner would decide for its own part alone. Use create('horovod')."
+            )
+        if optimizer.global_clipnorm(optimizer_) is not None and getattr(
+            optimizer_, "gradient_accumulation_steps", None
+        ):
+            raise ValueError(
+                "apply_gradients: global_clipnorm and gradient_accumulation_steps together clip the accumulated "
+                "gradients, of which each owner sees a part. Use create('horovod')."
             )
         if self.options.placement == "variables":
             mine = owner.owned_variables(use.plan, use.variables)
@@ -349,6 +366,15 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
             raise ValueError(
                 f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (norms, names or layers), "
                 "so they cannot be cut. Use placement='variables'."
+            )
+        if any(getattr(variable, "constraint", None) is not None for variable in use.variables):
+            raise ValueError(
+                "apply_gradients: a variable with a constraint has to stay whole. Use placement='variables'."
+            )
+        if any(id(optimizer_) in other.shards for other in self._uses.values()):
+            raise ValueError(
+                "apply_gradients: this optimizer has slots for other variables or another pattern of None gradients, "
+                "cut in another way. Use placement='variables', or one optimizer for each list of variables."
             )
         use.shards[id(optimizer_)] = owner.create_shards(use.plan)
         optimizer.build(optimizer_, use.shards[id(optimizer_)])

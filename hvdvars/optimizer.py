@@ -5,6 +5,7 @@ Recognised by what they offer, so that no Keras has to be imported. No communica
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,9 @@ def build(optimizer: Any, variables: Sequence[Variable]) -> None:
         missing = [] if known is None else [v for v in variables if not any(v is other for other in known)]
         if missing:
             raise ValueError(
-                f"apply_gradients: the optimizer was built for {len(known or [])} other variables, not for "
-                f"{getattr(missing[0], 'path', missing[0].name)}. Give one that no build() or apply() has seen, so "
-                "that slots are created for the elements or variables that this rank owns."
+                f"apply_gradients: the optimizer has no slots for {getattr(missing[0], 'path', missing[0].name)}: it "
+                f"was built for {len(known or [])} others. Pass all variables each time, with None for those that rest, "
+                "and an optimizer that nothing has built before; or a new optimizer for the new list."
             )
         return
     if kind == "keras2" and getattr(optimizer, "_built", False):
@@ -96,9 +97,11 @@ def apply(optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Var
 
 def advance(optimizer: Any) -> None:
     """Count one step without touching a variable: a rank that owns nothing keeps up with schedules. Local."""
-    iterations = getattr(optimizer, "iterations", None)
-    if iterations is not None:
-        tf_variable(iterations).assign_add(1)
+    # With gradient accumulation, Keras 3 works `iterations` out of the variable that counts.
+    counters = [getattr(optimizer, name, None) for name in ("_iterations", "iterations")]
+    counter = next((one for one in counters if hasattr(one, "assign_add")), None)
+    if counter is not None:
+        tf_variable(counter).assign_add(1)
 
 
 def is_elementwise(optimizer: Any) -> bool | None:
@@ -110,13 +113,29 @@ def is_elementwise(optimizer: Any) -> bool | None:
         return None
     if type(optimizer).__name__ not in _ELEMENTWISE or getattr(optimizer, "clipnorm", None) is not None:
         return False
-    if type(optimizer).__name__ == "Nadam" and kind_of(optimizer) != "keras3":
+    if type(optimizer).__name__ == "Nadam" and kind_of(optimizer) == "keras2":
         return False  # Keras 2 multiplies its momentum schedule once per variable
     excluded = any(
         getattr(optimizer, name, None)
         for name in ("_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay", "_exclude_variables_ids")
     )
     return not excluded
+
+
+def describe(optimizer: Any) -> str:
+    """Class and settings, without the name: what has to be equal on all ranks. Local."""
+    try:
+        with tf.init_scope():  # the learning rate is read
+            config = dict(optimizer.get_config())
+    except (AttributeError, NotImplementedError):
+        config = {}
+    config.pop("name", None)
+    return f"{type(optimizer).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether the optimizer unscales gradients itself, and skips steps by what it finds in them. Local."""
+    return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "dynamic_scale")
 
 
 def global_clipnorm(optimizer: Any) -> float | None:

@@ -99,9 +99,11 @@ RULES: dict[str, Rule] = {
     ),
     "sparse": Rule(str, "how IndexedSlices cross the wire", ("auto", "sparse", "dense")),
     "none_gradients": Rule(
-        str, "zeros: a gradient that is None on some ranks only counts as zeros there", ("error", "zeros")
+        str, "zeros: a gradient that is None counts as zeros", ("error", "zeros")
     ),
-    "gradient_clip": Rule(float, "clip reduced gradients to plus or minus this value", minimum=0, above=True),
+    "gradient_clip": Rule(
+        float, "clip reduced gradients to plus or minus this value before they are applied", minimum=0, above=True
+    ),
     "verify_every": Rule(int, "check that replicas are equal every so many steps; 0: never", minimum=0),
     "stall_seconds": Rule(float, "report a collective that waits this long; 0: never", minimum=0),
 }
@@ -270,6 +272,11 @@ def _check_spec(mode: str, given: Mapping[str, Any]) -> None:
             f"(hybrid specs belong to distributed_all_reduce, which is {_LATER})"
         )
     alg, shards = ranges[0].alg, ranges[0].shards
+    grouped = given.get("fusion") == "group" or "allreduce_merge_scope" in given
+    if grouped and (shards > 1 or alg in ("pscpu", "psgpu")):
+        raise ValueError(f"{where} and Horovod groups (fusion='group', allreduce_merge_scope) contradict each other")
+    if "gradient_repacking" in given and shards > 1:
+        raise ValueError(f"{where} and gradient_repacking contradict each other: each says in how many pieces")
     if mode == "collective_all_reduce" and alg != "collective":
         raise ValueError(f"{where} must be 'collective' or 'collective#k' in this mode; got {alg!r}; use replicated")
     if alg in spec.HIERARCHICAL:

@@ -55,8 +55,10 @@ class Ownership:
         return tuple(loads)
 
 
-def plan_ownership(name: str, forms: Sequence[Form], options: Options) -> Ownership:
-    """Decide owners and buckets for variables of these forms. Local, and equal on every rank."""
+def plan_ownership(
+    name: str, forms: Sequence[Form], options: Options, owners: Sequence[int] | None = None
+) -> Ownership:
+    """Decide owners (unless given) and buckets for variables of these forms. Local, and equal on every rank."""
     ranks = world().size
     scale = 1.0 / ranks if options.average else 1.0
     way = "all_to_all" if options.reduce_to_owner == "auto" else options.reduce_to_owner
@@ -68,7 +70,7 @@ def plan_ownership(name: str, forms: Sequence[Form], options: Options) -> Owners
             [forms[i].shape for i in updated], [forms[i].dtype for i in updated], small_bytes=None if together else -1
         )
         return Ownership(name, forms, "elements", (), updated, plan, updated, plan, scale, way)
-    owners = placement.place([form.bytes for form in forms], ranks)
+    owners = tuple(placement.place([form.bytes for form in forms], ranks) if owners is None else owners)
     dense = tuple(i for i in updated if forms[i].kind == "dense")
 
     def plan_for(indices: Sequence[int]) -> fusion.Plan:
@@ -91,9 +93,11 @@ def _range_of(bucket: fusion.Bucket) -> tuple[int, int]:
 
 
 def owned_variables(ownership: Ownership, variables: Sequence[Variable]) -> list[Variable]:
-    """The variables that this rank updates, in the caller's order. Local."""
+    """The whole variables that this rank owns, in the caller's order, with or without a gradient now. Local."""
+    if ownership.placement == "elements":
+        return []
     rank = world().rank
-    return [variables[i] for i in ownership.updated if ownership.owners[i] == rank]
+    return [variable for variable, one in zip(variables, ownership.owners, strict=True) if one == rank]
 
 
 def create_shards(ownership: Ownership) -> list[tf.Variable]:
@@ -107,7 +111,7 @@ def create_shards(ownership: Ownership) -> list[tf.Variable]:
 
 
 def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The reduced gradients that this rank applies: of its shards, or aligned with `owned_variables`.
+    """The reduced gradients that this rank applies: of its shards, or aligned with `owned_variables` (None stays None).
 
     Collective: every rank of the group calls it in the same order, in a graph.
     """
@@ -132,7 +136,7 @@ def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> lis
             name = f"{ownership.name}.sparse{index}"
             found[index] = reduce.reduce_slices(name, gradients[index], form, ownership.scale)
     rank = world().rank
-    return [found[i] for i in ownership.updated if ownership.owners[i] == rank]
+    return [found.get(index) for index, one in enumerate(ownership.owners) if one == rank]
 
 
 def update_shards(
@@ -163,6 +167,21 @@ def publish(ownership: Ownership, variables: Sequence[Variable], shards: Sequenc
                 variables[index].assign(value)
 
 
+def keep_owners(known: dict[int, tuple[int, int]], variables: Sequence[Variable], forms: Sequence[Form]) -> list[int]:
+    """The owner of each variable: who had it before, in whatever list, since its slots are there; new ones are placed.
+
+    `known` holds owner and bytes by the id of the variable, and is filled up. Local, and equal on every rank.
+    """
+    loads = [0] * world().size
+    for one, size in known.values():
+        loads[one] += size
+    fresh = [index for index, variable in enumerate(variables) if id(variable) not in known]
+    placed = placement.place([forms[index].bytes for index in fresh], world().size, loads)
+    for index, one in zip(fresh, placed, strict=True):
+        known[id(variables[index])] = (one, forms[index].bytes)
+    return [known[id(variable)][0] for variable in variables]
+
+
 def _own_values(ownership: Ownership, bucket: fusion.Bucket, variables: Sequence[Variable]) -> tf.Tensor:
     """This rank's part of the bucket, from the variables' current values."""
     start, stop = _range_of(bucket)
@@ -180,9 +199,9 @@ def clip_to_global_norm(name: str, gradients: Sequence[Gradient], norm: float) -
     Collective: every rank of the group calls it in the same order, in a graph.
     """
     present = [g for g in gradients if g is not None]
-    squares = [tf.reduce_sum(tf.square(tf.cast(_values(g), tf.float32))) for g in present]
-    total = collectives.all_reduce(tf.add_n(squares) if squares else tf.zeros([]), f"{name}.norm")
-    ratio = norm / tf.maximum(tf.sqrt(total), norm)
+    squares = [tf.reduce_sum(tf.square(tf.cast(tf.abs(_values(g)), tf.float64))) for g in present]
+    total = collectives.all_reduce(tf.add_n(squares) if squares else tf.zeros([], tf.float64), f"{name}.norm")
+    ratio = norm / tf.maximum(tf.sqrt(total), tf.constant(norm, tf.float64))
     return [None if g is None else _scaled(g, ratio) for g in gradients]
 
 

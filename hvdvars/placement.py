@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def place(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+def place(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> tuple[int, ...]:
     """The owner of each variable: the largest first, each to the rank with the fewest bytes so far.
 
-    `sizes` are bytes, the result has one rank per entry, in the same order. Ties go to the earlier variable and the
+    `sizes` are bytes, the result has one rank per entry, in the same order; `loads` are the bytes that each rank owns
+    already (none: nothing). Ties go to the earlier variable and the
     lower rank, so that every rank computes the same answer without asking. (Graham's rule: no rank gets more than
     4/3 of the best possible largest load.) Local.
 
@@ -16,7 +17,7 @@ def place(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
         ValueError: there are no ranks, or a size is negative.
     """
     _check("place", sizes, ranks)
-    loads = [0] * ranks
+    loads = list(loads) or [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         owner = loads.index(min(loads))

@@ -19,7 +19,10 @@ from hvdvars import launchenv
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all ranks; nodes are counted by `cross_size`."""
+    """This process's place among all ranks.
+
+    `cross_size` counts the nodes that have this local rank, `nodes` all of them (under Gloo it is `cross_size`).
+    """
 
     rank: int
     size: int
@@ -27,6 +30,7 @@ class World:
     local_size: int
     cross_rank: int
     cross_size: int
+    nodes: int
     transport: str
     """What carries CPU tensors: `MPI` or `Gloo`; `NCCL` where the build moves GPU tensors with it."""
 

@@ -85,6 +85,7 @@ def _start(flags: TrainFlags, dataset: Dataset) -> tuple[Trainer, Any]:
     except UsageError as problem:
         objection = str(problem)
     work = {name: str(value) for name, value in dataclasses.asdict(flags).items() if name not in _RANK_0_ONLY}
+    work["train_dir"] = str(flags.train_dir is not None)  # a checkpoint is written by all ranks together
     answers = collectives.gather_objects([objection, work, dataset.fingerprint()], "train.start")
     _check_agreement(flags, answers)
     if trainer is None:  # Not reached: this rank's objection is among the answers.

@@ -49,16 +49,17 @@ def main(folder: Path, how: str, size: int) -> None:
 
 def attempt(one: cases.Case, world: cases.World) -> dict[str, Any]:
     """Run one case under the watchdog."""
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     watch(one.limit)
     error = None
     try:
         one.function(world, *one.arguments)
     except Exception:
         error = traceback.format_exc()
-    seconds = time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, time.process_time() - used
     if world.rank <= 0:
-        print(f"{seconds:7.2f} s  {'ok    ' if error is None else 'FAILED'}  {one.name}", flush=True)
+        verdict = "ok    " if error is None else "FAILED"
+        print(f"{seconds:7.2f} s ({used:.2f} s of CPU)  {verdict}  {one.name}", flush=True)
     return {"name": one.name, "seconds": round(seconds, 3), "error": error}
 
 

@@ -23,7 +23,7 @@ LAUNCHES = [
     Launch("horovodrun", 2),
     Launch("bare", 1),
 ]
-LIMIT = 480
+LIMIT = 900
 """Seconds for one launch; a case that hangs is found long before, by the rank itself."""
 
 TESTS = [(launch, one.name) for launch in LAUNCHES for one in cases.load() if one.belongs_to(launch)]

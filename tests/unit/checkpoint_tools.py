@@ -16,7 +16,7 @@ if not hasattr(keras, "Variable"):
 
 
 def use_world(rank=0, size=1):
-    session.start(session.World(rank, size, rank, size, 0, 1, "none"))
+    session.start(session.World(rank, size, rank, size, 0, 1, 1, "none"))
 
 
 K3, K2, LEGACY, V1 = keras.optimizers, tf_keras.optimizers, tf_keras.optimizers.legacy, tf.compat.v1.train

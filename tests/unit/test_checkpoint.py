@@ -43,7 +43,7 @@ def test_training_goes_on_as_if_never_interrupted(name, tmp_path):
     expected = values_of(variables)
     path = None
     for turn, mode in enumerate(["elements", "variables", "horovod", "elements"]):
-        if mode == "elements" and name in WHOLE_ONLY:
+        if name == "loss-scale" or (mode == "elements" and name in WHOLE_ONLY):
             mode = "horovod"
         optimizer, variables, mgr = make(), make_variables(name), MANAGERS[mode]()
         if path is not None:
@@ -102,7 +102,7 @@ def test_into_an_optimizer_that_was_built_by_hand(tmp_path, mode):
     assert_close(variables, expected)
 
 
-def test_variables_without_a_gradient_have_no_slots_with_owners(tmp_path):
+def test_variables_without_a_gradient_have_no_slots_in_shards(tmp_path):
     def steps(mgr, optimizer, variables, first, last):
         for step in range(first, last):
             mgr.apply_gradients(optimizer, [gradients(step)[0], None, gradients(step)[2]], variables)
@@ -111,7 +111,8 @@ def test_variables_without_a_gradient_have_no_slots_with_owners(tmp_path):
         optimizer, variables, mgr = K3.Adam(0.1), make_variables(), MANAGERS[first]()
         steps(mgr, optimizer, variables, 0, 2)
         path = hv.checkpoint.save(tmp_path / first, mgr, variables=variables, optimizer=optimizer)
-        assert "slot/momentums/1" not in np.load(path).files and "slot/momentums/2" in np.load(path).files
+        assert ("slot/momentums/1" in np.load(path).files) == (first == "variables")
+        assert "slot/momentums/2" in np.load(path).files
         steps(mgr, optimizer, variables, 2, 4)
         expected = values_of(variables)
         for second in MANAGERS:

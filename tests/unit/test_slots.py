@@ -100,7 +100,8 @@ def test_pieces_of_any_number_of_ranks_are_the_whole(shapes, large, size, placem
     wanted = {}
     for slot in ADAM_SLOTS:
         for index, shape in enumerate(shapes):
-            if index != skipped and math.prod(shape):
+            # Whole variables have slots before their first gradient; what is in no bucket has none.
+            if (index != skipped or placement == "variables") and math.prod(shape):
                 wanted[slot, index] = np.random.default_rng(index).standard_normal(shape).astype("float32")
     for rank, held in enumerate(holdings):
         use_world(rank, size)

@@ -35,11 +35,13 @@ class Case:
     arguments: tuple[Any, ...]
     sizes: tuple[int, ...]
     hows: tuple[str, ...]
+    gloo: tuple[int, ...]
     before_init: bool
     limit: int
 
     def belongs_to(self, launch: Any) -> bool:
-        return launch.how in self.hows and launch.size in self.sizes
+        sizes = set(self.sizes) & set(self.gloo if launch.how == "gloo" else self.sizes)
+        return launch.how in self.hows and launch.size in sizes
 
 
 @dataclass
@@ -67,17 +69,22 @@ def case(
     sizes: Sequence[int] = (1, 2, 3, 4),
     hows: Sequence[str] = ("mpi", "gloo"),
     params: Mapping[str, Any] | Sequence[str] | None = None,
+    gloo: Sequence[int] | None = None,
     before_init: bool = False,
-    limit: int = 30,
+    limit: int = 90,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function that runs on every rank of the launches named; `limit` is in seconds."""
+    """Register a function that runs on every rank of the launches named; `limit` is in seconds.
+
+    `gloo` are the sizes among `sizes` that run with Gloo too: all, or 2 and 3 where there are `params`.
+    """
+    with_gloo = gloo if gloo is not None else ((2, 3) if params else sizes)
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         base = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         table = params if isinstance(params, Mapping) else {name: name for name in params or ()}
         runs = [(f"{base}[{name}]", (value,)) for name, value in table.items()] if params else [(base, ())]
         for name, arguments in runs:
-            ALL.append(Case(name, function, arguments, tuple(sizes), tuple(hows), before_init, limit))
+            ALL.append(Case(name, function, arguments, tuple(sizes), tuple(hows), tuple(with_gloo), before_init, limit))
         return function
 
     return register

@@ -35,7 +35,7 @@ def value(shape, dtype, rank):
 @case(params=MANAGERS, hows=EVERYWHERE)
 def broadcast_restores_every_byte(world, manager):
     mode, options = manager
-    shapes = [(), (5,), (0, 2), (3, 4), (1000,)]
+    shapes = [(), (0, 2), (3, 4)]
     wanted = [value(shape, dtype, 0) for dtype in DTYPES for shape in shapes]
     variables = [tf.Variable(value(shape, dtype, world.rank)) for dtype in DTYPES for shape in shapes]
     hv.create(mode, **options).broadcast(variables)
