@@ -69,8 +69,8 @@ def build(optimizer: Any, variables: Sequence[Variable]) -> None:
         if missing:
             raise ValueError(
                 f"apply_gradients: the optimizer has no slots for {getattr(missing[0], 'path', missing[0].name)}: it "
-                f"was built for {len(known or [])} others. Pass all variables each time, with None for those that rest, "
-                "and an optimizer that nothing has built before; or a new optimizer for the new list."
+                f"was built for {len(known or [])} others. Pass all variables each time, with None for those that "
+                "rest, and an optimizer that nothing has built before; or a new optimizer for the new list."
             )
         return
     if kind == "keras2" and getattr(optimizer, "_built", False):
