@@ -6,7 +6,7 @@ import tensorflow as tf
 import hvdvars as hv
 
 from . import case
-from .tools import array, close, same_everywhere
+from .tools import array, close, raised, same_everywhere
 
 MODES = {
     "horovod": ("horovod", {}),
@@ -195,3 +195,52 @@ def clips_reduced_gradients_by_value(world, chosen):
     mgr.apply_gradients(tf.keras.optimizers.SGD(1.0), [tf.constant([4.0 * sign, 9.0, 0.25])], [variable])
     first = 0.0 if world.size == 2 else 0.5
     close(variable, -np.array([first, 0.5, 0.25]))
+
+
+@case(params={n: MODES[n] for n in ("horovod", "owners")}, sizes=(1, 2, 3), hows=("mpi",), limit=90)
+def slots_stay_when_the_list_changes(world, chosen):
+    mode, options = chosen
+
+    def run(apply):
+        variables = [tf.Variable(tf.ones([k]), name=f"v{k}") for k in (5, 4, 3, 2)]
+        updates = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+        updates.build(variables)
+        for step in range(6):
+            used = variables if step % 2 == 0 else variables[1:]
+            apply(updates, [tf.ones_like(v) * (step + 1.0) for v in used], used)
+        return [array(v) for v in variables]
+
+    mgr = hv.create(mode, **options)
+    wanted = run(lambda updates, grads, variables: updates.apply(grads, variables))
+    for value, one in zip(run(mgr.apply_gradients), wanted, strict=True):
+        close(value, one)
+
+
+@case(sizes=(2,), hows=("mpi",), limit=90)
+def what_cannot_be_cut_is_refused_everywhere(world):
+    from keras.constraints import NonNeg
+
+    mgr = hv.create("parameter_server", placement="elements")
+    for updates in (tf.keras.optimizers.SGD(0.1, clipnorm=1.0), tf.keras.optimizers.Lamb(0.1)):
+        variable = tf.Variable(tf.ones([3]))
+        message = raised(ValueError, lambda u=updates, v=variable: mgr.apply_gradients(u, [tf.ones([3])], [v]))
+        assert "placement='variables'" in message
+        same_everywhere(world, message)
+    dense = tf.keras.layers.Dense(2, kernel_constraint=NonNeg())
+    dense.build((None, 3))
+    grads = [tf.ones([3, 2]), tf.ones([2])]
+    mgr.broadcast(dense.trainable_variables)
+    sgd = tf.keras.optimizers.SGD(0.1)
+    message = raised(ValueError, lambda: mgr.apply_gradients(sgd, grads, dense.trainable_variables))
+    assert "constraint" in message
+    same_everywhere(world, message)
+
+
+@case(params=MODES, sizes=(2, 3), hows=("mpi",), limit=90)
+def optimizers_that_differ_are_refused(world, chosen):
+    mode, options = chosen
+    updates = tf.keras.optimizers.SGD(0.1 * (world.rank + 1), momentum=0.9)
+    mgr = hv.create(mode, **options)
+    message = raised(ValueError, lambda: mgr.apply_gradients(updates, [tf.ones([3])], [tf.Variable(tf.ones([3]))]))
+    assert "optimizer is" in message and "learning_rate" in message
+    same_everywhere(world, message)
