@@ -90,6 +90,19 @@ def case(
     return register
 
 
+def in_modes(
+    every: Mapping[str, Any], few: Mapping[str, Any], sizes: Sequence[int] = (1, 2, 3, 4)
+) -> Callable[..., Any]:
+    """A function that runs in every mode on 2 ranks with MPI, and in a few of them otherwise: what differs is covered."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        case(params=every, sizes=[size for size in sizes if size == 2], hows=("mpi",))(function)
+        case(params=few, sizes=[size for size in sizes if size != 2], gloo=(3,))(function)
+        return case(params=few, sizes=[size for size in sizes if size == 2], hows=("gloo",))(function)
+
+    return register
+
+
 def load() -> list[Case]:
     """All cases, in the order in which every rank runs them."""
     if not ALL:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import EVERYWHERE, case
+from . import EVERYWHERE, case, in_modes
 from .tools import horovod_operations, same_everywhere
 
 MODES = {
@@ -44,12 +44,12 @@ CLASSES = {
 }
 
 
-def traced(mgr, optimizer):
+def traced(mgr, optimizer, double="float64"):
     """A step over variables of two dtypes, a table and one without a gradient, as a concrete function."""
     variables = [tf.Variable(tf.zeros([size])) for size in (10, 3, 20_000, 40, 16, 1)]
-    variables += [tf.Variable(tf.zeros([5], "float64")), tf.Variable(tf.zeros([30, 2])), tf.Variable(tf.zeros([2]))]
+    variables += [tf.Variable(tf.zeros([5], double)), tf.Variable(tf.zeros([30, 2])), tf.Variable(tf.zeros([2]))]
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x):
         grads = [tf.cast(tf.fill(v.shape, x), v.dtype) for v in variables[:-1]]
         grads[-1] = tf.IndexedSlices(tf.fill([2, 2], x), tf.constant([3, 3]), tf.constant([30, 2]))
@@ -58,7 +58,10 @@ def traced(mgr, optimizer):
     return step.get_concrete_function(tf.constant(1.0)), variables
 
 
-@case(params=MODES)
+FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
+
+
+@in_modes(MODES, FEW)
 def the_graph_has_the_reported_collectives(world, mode):
     name, options = mode
     mgr = hv.create(name, **options)
@@ -74,11 +77,8 @@ def the_graph_has_the_reported_collectives(world, mode):
 def the_norm_of_all_gradients_is_counted(world, mode):
     name, options = mode
     mgr = hv.create(name, **options)
-    function, _ = traced(mgr, keras.optimizers.SGD(0.1, global_clipnorm=1.0))
+    function, _ = traced(mgr, keras.optimizers.SGD(0.1, global_clipnorm=1.0), "float32")
     assert len(horovod_operations(function)) == mgr.report()["plans"][0]["collectives_per_step"]
-
-
-FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
 
 
 @case(params=FEW, hows=EVERYWHERE)
