@@ -9,11 +9,10 @@ from launchers import Launch
 
 PROGRAM = Path(__file__).with_name("failing_program.py")
 SECONDS = 15
-LAUNCHES = [("mpi", 1), ("horovodrun", 1), ("gloo", 1)]
+FAILURES = [(how, 1, way) for how in ("mpi", "horovodrun", "gloo") for way in ("raise", "exit", "kill")]
 
 
-@pytest.mark.parametrize("way", ["raise", "exit", "kill"])
-@pytest.mark.parametrize(("how", "culprit"), [*LAUNCHES, ("mpi", 0)])
+@pytest.mark.parametrize(("how", "culprit", "way"), [*FAILURES, ("mpi", 0, "raise")])
 def test_one_rank_ends_the_job(tmp_path, how, culprit, way):
     if how == "horovodrun" and launchers.mpi_version() != ("Open MPI", 4):
         pytest.skip(f"horovodrun's MPI launcher is for Open MPI 4, found {' '.join(map(str, launchers.mpi_version()))}")

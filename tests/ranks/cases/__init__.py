@@ -92,8 +92,8 @@ def case(
 
 def in_modes(
     every: Mapping[str, Any], few: Mapping[str, Any], sizes: Sequence[int] = (1, 2, 3, 4)
-) -> Callable[..., Any]:
-    """A function that runs in every mode on 2 ranks with MPI, and in a few of them otherwise: what differs is covered."""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function in every mode on 2 ranks with MPI, and in a few modes on other sizes and with Gloo."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         case(params=every, sizes=[size for size in sizes if size == 2], hows=("mpi",))(function)
