@@ -58,7 +58,7 @@ def reduce_parts(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: floa
     """
     rank, ranks = world().rank, world().size
     if ranks == 1:
-        return collectives.all_reduce(buffer, name) * tf.cast(scale, buffer.dtype) if scale != 1.0 else buffer
+        return collectives.all_reduce(buffer, name, scale)
     if way == "all_reduce":
         start = sum(parts[:rank])
         return collectives.all_reduce(buffer, name, scale)[start : start + parts[rank]]
