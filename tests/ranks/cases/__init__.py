@@ -90,10 +90,12 @@ def case(
     return register
 
 
-def in_modes(
-    every: Mapping[str, Any], few: Mapping[str, Any], sizes: Sequence[int] = (1, 2, 3, 4)
+def widely(
+    every: Mapping[str, Any] | Sequence[str],
+    few: Mapping[str, Any] | Sequence[str],
+    sizes: Sequence[int] = (1, 2, 3, 4),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function in every mode on 2 ranks with MPI, and in a few modes on other sizes and with Gloo."""
+    """Register a function with `every` param on 2 ranks with MPI, with a `few` on the other sizes and with Gloo."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         case(params=every, sizes=[size for size in sizes if size == 2], hows=("mpi",))(function)

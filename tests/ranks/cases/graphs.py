@@ -5,11 +5,12 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import case
+from . import case, widely
 from .reduction import FEW
 from .tools import array, close, raised, same_everywhere, sum_of_ranks
 
 MOST = {**FEW, "none": ("horovod", {"fusion": "none"}), "elements": ("parameter_server", {"placement": "elements"})}
+ONE = {"owners": MOST["owners"]}
 
 
 def start(world, mode, **options):
@@ -19,7 +20,7 @@ def start(world, mode, **options):
     return mgr, [tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([2, 2]))], world.rank + 1.0
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def two_reductions_in_one_function(world, mode):
     mgr, (a, b), mine = start(world, mode)
 
@@ -37,7 +38,7 @@ def two_reductions_in_one_function(world, mode):
             close(result, tf.fill(result.shape, total * factor))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def reductions_in_loops(world, mode):
     mgr, (a, _), mine = start(world, mode)
     total = float(sum_of_ranks(world.size))
@@ -61,7 +62,7 @@ def reductions_in_loops(world, mode):
         close(side_by_side(tf.fill([3], mine)), tf.fill([3], total * 10))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def reductions_in_branches(world, mode):
     mgr, (a, b), mine = start(world, mode)
 
@@ -77,7 +78,7 @@ def reductions_in_branches(world, mode):
         close(branch(tf.fill([3], mine), tf.constant(flag)), wanted * float(sum_of_ranks(world.size)))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def training_loops_in_a_graph(world, mode):
     mgr, variables, mine = start(world, mode)
     optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
@@ -96,7 +97,7 @@ def training_loops_in_a_graph(world, mode):
     assert int(optimizer.iterations) == 3
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def a_rank_that_traces_again_alone(world, mode):
     """Also where all gradients are constants, which TensorFlow would like to reduce once and for all."""
     mgr, variables, mine = start(world, mode)
@@ -117,7 +118,7 @@ def a_rank_that_traces_again_alone(world, mode):
             close(variable, tf.fill(variable.shape, -total * number))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def a_result_that_one_rank_alone_uses(world, mode):
     mgr, variables, mine = start(world, mode)
 
@@ -131,7 +132,7 @@ def a_result_that_one_rank_alone_uses(world, mode):
     close(result, tf.fill([3], float(sum_of_ranks(world.size)) if world.rank == world.size - 1 else mine))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def gradients_that_are_constant_on_one_rank_alone(world, mode):
     mgr, variables, _ = start(world, mode)
 
@@ -149,7 +150,7 @@ def gradients_that_are_constant_on_one_rank_alone(world, mode):
             close(result, tf.fill(result.shape, float(world.size)))
 
 
-@case(params=FEW, gloo=(2,))
+@case(params=FEW, sizes=(2, 3), gloo=(2,))
 def functions_in_functions(world, mode):
     mgr, variables, mine = start(world, mode)
     optimizer = keras.optimizers.SGD(1.0)
@@ -169,7 +170,7 @@ def functions_in_functions(world, mode):
     close(variables[0], tf.fill([3], -3 * total))
 
 
-@case(params=FEW, gloo=(2,))
+@case(params=FEW, sizes=(2, 3), gloo=(2,))
 def two_managers(world, mode):
     one, (a, b), mine = start(world, mode)
     other = hv.create("horovod", fusion="none")
@@ -185,7 +186,7 @@ def two_managers(world, mode):
             close(result, tf.fill(result.shape, total * factor))
 
 
-@case(params=MOST, sizes=(1, 2, 3), gloo=(2,))
+@widely(MOST, ONE)
 def reductions_traced_in_another_order(world, mode):
     """After the first use the names alone bring the sums together, whatever a rank traces first."""
     mgr, (a, b), mine = start(world, mode)
@@ -207,7 +208,7 @@ def reductions_traced_in_another_order(world, mode):
         close(second, tf.fill([2, 2], total * 10))
 
 
-@case(params=MOST, sizes=(2, 3), gloo=(2,))
+@widely(MOST, FEW, sizes=(2, 3))
 def eager_calls_in_another_order_at_first(world, mode):
     mgr, variables, mine = start(world, mode)
     order = (0, 1) if world.rank == 0 else (1, 0)
@@ -219,7 +220,7 @@ def eager_calls_in_another_order_at_first(world, mode):
     same_everywhere(world, message, "the message")
 
 
-@case(params=MOST, sizes=(2, 3), gloo=(2,))
+@widely(MOST, FEW, sizes=(2, 3))
 def eager_calls_in_another_order_later(world, mode):
     """An error on every rank that names both calls: never a wrong sum, never a rank that waits for ever."""
     mgr, variables, mine = start(world, mode)

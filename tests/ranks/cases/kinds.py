@@ -101,7 +101,7 @@ def keras_3(world, chosen):
     check(world, *chosen)
 
 
-@case(params=tables(WHOLE, {"horovod": MANAGERS["horovod"], "owners": MANAGERS["owners"]}), sizes=(2, 3), hows=("mpi",))
+@case(params=tables(WHOLE, {"horovod": MANAGERS["horovod"], "owners": MANAGERS["owners"]}), sizes=(2,), hows=("mpi",))
 def keras_3_by_whole_variables(world, chosen):
     check(world, *chosen)
 
@@ -132,7 +132,7 @@ def tensorflow_1(world, chosen):
     check(world, *chosen, eager=True)
 
 
-@case(params=tables({"eager": True, "graph": False}), sizes=(1, 2, 3))
+@case(params=tables({"eager": True, "graph": False}), sizes=(2, 3), gloo=(2,))
 def callables(world, chosen):
     eager, manager = chosen
 
@@ -160,7 +160,7 @@ def an_optimizer_built_for_all_variables_is_refused_by_elements(world):
     assert "built for" in message
 
 
-@case(params=MANAGERS)
+@case(params=MANAGERS, gloo=(3,))
 def keras_variables_and_schedules(world, manager):
     """Keras 3 variables are no `tf.Variable`; the learning rate of a schedule follows the steps on every rank."""
     mode, options = manager
@@ -179,7 +179,7 @@ def keras_variables_and_schedules(world, manager):
     hv.verify([*variables, optimizer.iterations])
 
 
-@case(params=MANAGERS)
+@case(params=MANAGERS, gloo=(2,))
 def a_model_learns_the_same_on_all_ranks(world, manager):
     """A real Keras model with shards of its own on each rank, in a plain tf.function."""
     mode, options = manager

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from . import case
+from . import case, widely
 from .tools import array, close, data, digest, raised, same_everywhere, sum_of_ranks
 
 SUMMED = [
@@ -11,6 +11,7 @@ SUMMED = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 ]
 MOVED = [*SUMMED, "bool"]
+SOME = ["float32", "bfloat16", "complex64", "uint16", "int64"]
 SHAPES = [(), (1,), (0,), (2, 3), (0, 4), (257,)]
 
 
@@ -29,7 +30,7 @@ def graphed(call):
     return tf.function(call, autograph=False)
 
 
-@case(params=SUMMED)
+@widely(SUMMED, SOME)
 def sums(world, dtype):
     for way, wrap in (("eager", lambda call: call), ("graph", graphed)):
         for shape in SHAPES:
@@ -87,7 +88,7 @@ def sums_have_the_same_bits_on_all_ranks(world):
         same_everywhere(world, digest(total), f"{dtype} {size}")
 
 
-@case(params=MOVED)
+@widely(MOVED, [*SOME, "bool"])
 def gathers_uneven_parts(world, dtype):
     for way, wrap in (("eager", lambda call: call), ("graph", graphed)):
         for rest in [(), (3,)]:
@@ -107,7 +108,7 @@ def gathers_scalars_and_nothing(world):
     assert last.shape == (1, 2)
 
 
-@case(params=MOVED)
+@widely(MOVED, [*SOME, "bool"])
 def broadcasts(world, dtype):
     for shape in SHAPES:
         for root in {0, world.size - 1}:
@@ -120,7 +121,7 @@ def broadcasts(world, dtype):
     assert f"rank {world.size}" in message
 
 
-@case(params=MOVED)
+@widely(MOVED, [*SOME, "bool"])
 def exchanges_uneven_parts(world, dtype):
     """Rank r sends (r + 2 s) % 3 rows to rank s: some send nothing, some receive nothing."""
     for way, wrap in (("eager", lambda call: call), ("graph", graphed)):
@@ -148,7 +149,7 @@ def exchanges_where_one_rank_gets_everything(world):
     assert f"{world.size + 1} splits" in message
 
 
-@case(params=SUMMED)
+@widely(SUMMED, SOME)
 def scatters_sums(world, dtype):
     for way, wrap in (("eager", lambda call: call), ("graph", graphed)):
         for rest in [(), (3,)]:

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import EVERYWHERE, case, in_modes
+from . import EVERYWHERE, case, widely
 from .tools import array, close, digest, raised, same_everywhere, sum_of_ranks
 
 MODES = {
@@ -53,7 +53,7 @@ def check_all(reduced, bases, factor):
         close(result, wanted, f"{tensor.dtype.name} {tensor.shape}", 1e-2 if tensor.dtype.size == 2 else 1e-6)
 
 
-@in_modes(MODES, FEW)
+@widely(MODES, FEW)
 def sums_and_means_of_every_dtype(world, mode):
     name, options = mode
     variables, bases = problem(["float32", "float64", "bfloat16", "float16", "complex64", "complex128"])
@@ -72,8 +72,8 @@ def sums_and_means_of_every_dtype(world, mode):
     check_all(hv.create(name, average=False, **options).reduce(mine, variables), bases, sum_of_ranks(world.size))
 
 
-@case(params=MODES, sizes=(2, 3), gloo=(2,))
-@case(params=FEW, sizes=(4,))
+@case(params=MODES, sizes=(3,), hows=("mpi",))
+@case(params=FEW, sizes=(2, 4), gloo=(2,))
 def the_same_bits_on_all_ranks(world, mode):
     name, options = mode
     generator = np.random.default_rng(world.rank)
@@ -95,7 +95,7 @@ def an_integer_mean_is_refused(world, mode):
         assert "counts" in message and dtype in message and "average=False" in message
 
 
-@case(params=FEW)
+@case(params=FEW, sizes=(2,))
 def no_bool_is_summed(world, mode):
     name, options = mode
     variable = tf.Variable([True, False], name="flags", trainable=False)
@@ -104,7 +104,7 @@ def no_bool_is_summed(world, mode):
     assert "bool" in message
 
 
-@case(params=FEW)
+@case(params=FEW, sizes=(2, 3), gloo=(2,))
 def variables_that_are_not_trained_can_be_reduced(world, mode):
     """Statistics, for example: what counts is the gradient, not the flag."""
     name, options = mode
@@ -114,7 +114,7 @@ def variables_that_are_not_trained_can_be_reduced(world, mode):
     check_all(reduced, [tf.constant([1.0 * sum_of_ranks(world.size)]), tf.constant([2.0 * world.size])], 1)
 
 
-@in_modes(MODES, FEW)
+@widely(MODES, FEW)
 def none_everywhere_stays_none(world, mode):
     name, options = mode
     variables = [tf.Variable([1.0]), tf.Variable(tf.ones([2, 2])), tf.Variable(3.0)]
@@ -136,7 +136,7 @@ def none_on_some_ranks_is_an_error_on_all(world, mode):
     same_everywhere(world, message, "the message")
 
 
-@in_modes(MODES, FEW, sizes=(2, 3, 4))
+@widely(MODES, FEW, sizes=(2, 3, 4))
 def none_on_some_ranks_can_count_as_zeros(world, mode):
     name, options = mode
     variables = [tf.Variable(tf.zeros([3, 2])), tf.Variable([2.0]), tf.Variable([[1.0]])]
@@ -176,7 +176,7 @@ def table(world):
     return tf.IndexedSlices(*mine, tf.constant([6, 3], "int64")), dense, used
 
 
-@in_modes(MODES, FEW)
+@widely(MODES, FEW)
 def slices_with_repeated_rows(world, mode):
     name, options = mode
     slices, dense, rows = table(world)
@@ -234,7 +234,7 @@ def the_sparser_form_is_chosen(world):
     assert isinstance(reduced[1], tf.Tensor) or world.size == 1
 
 
-@case(params=FEW)
+@case(params=FEW, sizes=(1, 2), gloo=(2,))
 def what_does_not_fit_is_refused(world, mode):
     name, options = mode
     mgr, variable = hv.create(name, **options), tf.Variable(tf.zeros([2, 3]), name="kernel")

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import EVERYWHERE, case, in_modes
+from . import EVERYWHERE, case, widely
 from .tools import horovod_operations, same_everywhere
 
 MODES = {
@@ -61,7 +61,7 @@ def traced(mgr, optimizer, double="float64"):
 FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
 
 
-@in_modes(MODES, FEW)
+@widely(MODES, FEW)
 def the_graph_has_the_reported_collectives(world, mode):
     name, options = mode
     mgr = hv.create(name, **options)

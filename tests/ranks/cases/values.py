@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import EVERYWHERE, case
+from . import EVERYWHERE, case, widely
 from .tools import array, data, raised, same_everywhere
 
 DTYPES = [
@@ -32,7 +32,7 @@ def value(shape, dtype, rank):
     return tf.constant(np.frombuffer(raw, tf.as_dtype(dtype).as_numpy_dtype).reshape(shape))
 
 
-@case(params=MANAGERS, hows=EVERYWHERE)
+@case(params={name: MANAGERS[name] for name in ("horovod", "owners")}, hows=EVERYWHERE)
 def broadcast_restores_every_byte(world, manager):
     mode, options = manager
     shapes = [(), (0, 2), (3, 4)]
@@ -53,7 +53,7 @@ def network(rank):
     return model
 
 
-@case(params=MANAGERS)
+@widely(MANAGERS, {"owners": MANAGERS["owners"]})
 def broadcast_takes_models_and_optimizers(world, manager):
     mode, options = manager
     mgr, model = hv.create(mode, **options), network(world.rank)
