@@ -95,7 +95,8 @@ def one_process(world, optimizer):
 
         @tf.function(autograph=False)
         def step():
-            updates.apply([g for g in net.gradients(*whole) if g is not None], trained)
+            # As a tensor: of slices with repeated rows, Keras 3's Adam squares each row by itself.
+            updates.apply([tf.convert_to_tensor(g) for g in net.gradients(*whole) if g is not None], trained)
 
         for _ in range(STEPS):
             step()
