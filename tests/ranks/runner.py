@@ -23,7 +23,7 @@ import cases
 
 def main(folder: Path, how: str, size: int) -> None:
     wanted = set((folder / "cases.txt").read_text().split("\n"))
-    chosen = [one for one in cases.load() if one.name in wanted]
+    chosen = [one for one in cases.load() if one.name in wanted and one.belongs_to(how, size)]
     world = cases.World(how=how)
     early = [attempt(one, world) for one in chosen if one.before_init]
     import hvdvars as hv

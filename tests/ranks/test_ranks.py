@@ -26,7 +26,7 @@ LAUNCHES = [
 LIMIT = 900
 """Seconds for one launch; a case that hangs is found long before, by the rank itself."""
 
-TESTS = [(launch, one.name) for launch in LAUNCHES for one in cases.load() if one.belongs_to(launch)]
+TESTS = [(launch, one.name) for launch in LAUNCHES for one in cases.load() if one.belongs_to(launch.how, launch.size)]
 
 
 @dataclass

@@ -39,9 +39,8 @@ class Case:
     before_init: bool
     limit: int
 
-    def belongs_to(self, launch: Any) -> bool:
-        sizes = set(self.sizes) & set(self.gloo if launch.how == "gloo" else self.sizes)
-        return launch.how in self.hows and launch.size in sizes
+    def belongs_to(self, how: str, size: int) -> bool:
+        return how in self.hows and size in self.sizes and (how != "gloo" or size in self.gloo)
 
 
 @dataclass
