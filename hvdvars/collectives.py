@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -350,13 +351,8 @@ def _take_order(name: str) -> None:
     with tf.init_scope():
         if not tf.executing_eagerly():
             return  # a graph of TensorFlow 1 has no functions of ours inside
-        if name not in _orders:
-            with tf.device("CPU:0"):
-                _orders[name] = tf.Variable(0, trainable=False, name="hvdvars_order")
-    _orders[name].assign_add(0, read_value=False)
-
-
-_orders: dict[str, tf.Variable] = {}
+        order = _own_variable(name, 0)
+    order.assign_add(0, read_value=False)
 
 
 def _held(tensor: tf.Tensor) -> tf.Tensor:
@@ -369,13 +365,29 @@ def _held(tensor: tf.Tensor) -> tf.Tensor:
     with tf.init_scope():
         if not tf.executing_eagerly():
             return tensor  # a graph of TensorFlow 1, which has no place for the variable
-        if rank not in _zeros:
-            with tf.device("CPU:0"):
-                _zeros[rank] = tf.Variable(tf.zeros([rank], tf.int32), trainable=False, name="hvdvars_zeros")
-    return tf.slice(tensor, _zeros[rank].read_value(), [-1] * rank)
+        zeros = _own_variable(f"zeros {rank}", [0] * rank)
+    return tf.slice(tensor, zeros.read_value(), [-1] * rank)
 
 
-_zeros: dict[int, tf.Variable] = {}
+_own: dict[str, tf.Variable] = {}
+
+
+def _own_variable(key: str, value: Any) -> tf.Variable:
+    """The variable of this key, made when it is first asked for.
+
+    It is made in a thread of its own, out of reach of the scopes around the caller: a `tf.function` that is traced
+    again lets nobody make variables.
+    """
+
+    def make() -> None:
+        with tf.device("CPU:0"):
+            _own[key] = tf.Variable(value, dtype=tf.int32, trainable=False, name="hvdvars_own")
+
+    if key not in _own:
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    return _own[key]
 
 
 def _sum(scale: float) -> dict[str, Any]:

@@ -221,7 +221,8 @@ def a_keras_model_as_plain_numpy(world):
     path = hv.checkpoint.save(folder(world) / "m", mgr, model=model, optimizer=optimizer)
     with np.load(path) as file:
         meta = json.loads(str(file["meta"]))
-        assert [one["name"] for one in meta["variables"]] == [check.name_of(weight) for weight in model.weights]
+        if world.rank == 0:  # Keras's counters in names may differ between ranks
+            assert [one["name"] for one in meta["variables"]] == [check.name_of(weight) for weight in model.weights]
         for index, weight in enumerate(model.weights):
             close(array(weight), file[f"variable/{index}"])
         kept = [i for i, w in enumerate(model.weights) if w.trainable]

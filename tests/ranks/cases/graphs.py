@@ -118,6 +118,22 @@ def a_rank_that_traces_again_alone(world, mode):
             close(variable, tf.fill(variable.shape, -total * number))
 
 
+@case(params=FEW, sizes=(1, 2, 3), gloo=(2,))
+def a_list_that_is_new_in_a_later_trace(world, mode):
+    """TensorFlow lets nobody make variables in the second trace of a function."""
+    mgr, (a, b), mine = start(world, mode)
+
+    @tf.function
+    def step(x, second):
+        if second:
+            return mgr.reduce([tf.fill([2, 2], x[0])], [b])[0]
+        return mgr.reduce([x], [a])[0]
+
+    for second in (False, True, False):
+        result = step(tf.fill([3], mine), second)
+        close(result, tf.fill(result.shape, float(sum_of_ranks(world.size))))
+
+
 @widely(MOST, ONE)
 def a_result_that_one_rank_alone_uses(world, mode):
     mgr, variables, mine = start(world, mode)
