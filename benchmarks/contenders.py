@@ -61,6 +61,8 @@ BASELINES = (
     Contender("plain/grouped", "plain", "grouped"),
     Contender("multiworker/ring", "multiworker", "multiworker"),
 )
+# The floor for anything that packs: by hand, and nothing but a concatenation, one all-reduce and a split.
+PACKED = Contender("by_hand/packed", "hvdvars", "packed", "horovod")
 PLAIN = ("plain/per_tensor", "plain/grouped")
 # What a mode cannot be created without.
 REQUIRED_OPTIONS: dict[str, dict[str, str]] = {"distributed_all_reduce": {"all_reduce_spec": "xring:32k:pscpu"}}
@@ -92,7 +94,7 @@ def update_contenders(patterns: Iterable[str], *, untuned: bool) -> list[Contend
 
     ValueError naming a pattern that matches nothing.
     """
-    everyone = [*BASELINES, *managed_modes(), *(UNTUNED_MODES if untuned else ())]
+    everyone = [*BASELINES, PACKED, *managed_modes(), *(UNTUNED_MODES if untuned else ())]
     patterns = list(patterns)
     for pattern in patterns:
         if not any(fnmatch.fnmatch(contender.name, pattern) for contender in everyone):

@@ -17,22 +17,24 @@ LARGE_BYTES = 64 << 10
 class Data:
     """A profile's variables, and where its gradients come from: nothing TensorFlow could fold away.
 
-    Small gradients are filled with the scalar variable `value` by the step itself, because reading a thousand more
-    variables would cost more than the update; large ones are variables, because filling them would.
+    Small gradients are filled by the step itself, each with its own element of the variable `values`, because reading
+    a thousand more variables would cost more than the update; large ones are variables, because filling them would.
+    All with one scalar would not do: TensorFlow would see that they are equal and merge them, and Horovod's operations
+    on them as well.
     """
 
     variables: list[Any]
     shapes: tuple[Shape, ...]
-    value: Any
+    values: Any
     large: dict[int, Any]
 
     def read(self) -> list[Any]:
         """The gradients as tensors of the current graph."""
         import tensorflow as tf
 
-        value = self.value.read_value()
+        values = tf.unstack(self.values.read_value())
         return [
-            self.large[i].read_value() if i in self.large else tf.fill(shape, value)
+            self.large[i].read_value() if i in self.large else tf.fill(shape, values[i])
             for i, shape in enumerate(self.shapes)
         ]
 
@@ -52,4 +54,4 @@ def make_data(world: World, spec: Contender, profile: Profile) -> Data:
         for i, shape in enumerate(profile.shapes)
         if FLOAT_BYTES * math.prod(shape) > LARGE_BYTES
     }
-    return Data(variables, profile.shapes, tf.Variable(world.rank + 1.0, trainable=False), large)
+    return Data(variables, profile.shapes, tf.Variable(tf.fill([len(variables)], world.rank + 1.0), trainable=False), large)

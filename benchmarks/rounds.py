@@ -12,6 +12,10 @@ from benchmarks.contenders import Contender
 from benchmarks.jobs import Job, JobError, Pool, available_memory
 from benchmarks.profiles import PROFILES
 
+# TensorFlow learns over about a hundred runs of an operation whether it is worth a thread of its own; until then a step
+# of a thousand small operations takes up to twice the time. Within SETTLE_SECONDS, every contender is past that.
+SETTLE_STEPS = 150
+SETTLE_SECONDS = 6.0
 # Bytes of a rank in bytes of the profile: asleep with its data, and at most while it steps.
 ASLEEP_COPIES = 3
 AWAKE_COPIES = 8
@@ -107,12 +111,16 @@ class Rounds:
     def _prepare(self, contender: Contender) -> float:
         """Builds and checks the step; seconds that one step took."""
         answers = self._build(contender)
-        seconds = max(answer["seconds"] for answer in answers)
         self.series.reports[contender.name] = [answer["report"] for answer in answers]
-        steps = min(500, max(2, math.ceil(self._settings.block_seconds / seconds)))
-        self.series.steps[contender.name] = 1 if self._settings.single else steps
-        if not self._kept:
+        seconds = max(answer["seconds"] for answer in answers)
+        if self._settings.single:
+            self.series.steps[contender.name] = 1
+            return seconds
+        if self._kept:
+            seconds = self._ask_block(contender, min(SETTLE_STEPS, math.ceil(SETTLE_SECONDS / seconds)), 1)
+        else:
             self._free(self._pool.job(contender.job))
+        self.series.steps[contender.name] = min(500, max(2, math.ceil(self._settings.block_seconds / seconds)))
         return seconds
 
     def _build(self, contender: Contender) -> list[dict[str, Any]]:
@@ -125,12 +133,13 @@ class Rounds:
     def _block(self, contender: Contender) -> None:
         if not self._kept:
             self._make_room(contender)
-        job = self._pool.job(contender.job)
         steps = self.series.steps[contender.name]
-        warmup = 0 if self._settings.single else min(3, steps)
-        answers = job.ask({"do": "block", "contender": contender.name, "warmup": warmup, "steps": steps})
-        times = self.series.seconds.setdefault(contender.name, [])
-        times.append(max(answer["seconds"] for answer in answers))
+        seconds = self._ask_block(contender, 0 if self._settings.single else min(3, steps), steps)
+        self.series.seconds.setdefault(contender.name, []).append(seconds)
+
+    def _ask_block(self, contender: Contender, warmup: int, steps: int) -> float:
+        command = {"do": "block", "contender": contender.name, "warmup": warmup, "steps": steps}
+        return max(answer["seconds"] for answer in self._pool.job(contender.job).ask(command))
 
     def _cold(self, contender: Contender) -> None:
         self._pool.drop(contender.job)

@@ -93,6 +93,18 @@ def _grouped(world: World, spec: Contender, data: Data) -> tuple[Step, Callable[
     return _update(data, lambda gradients: hvd.grouped_allreduce(gradients, op=hvd.Average, name="group"))
 
 
+def _packed(world: World, spec: Contender, data: Data) -> tuple[Step, Callable[[], Any]]:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    def reduce(gradients: list[Any]) -> list[Any]:
+        whole = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+        pieces = tf.split(hvd.allreduce(whole, op=hvd.Average, name="packed"), [math.prod(s) for s in data.shapes])
+        return [tf.reshape(piece, shape) for piece, shape in zip(pieces, data.shapes, strict=True)]
+
+    return _update(data, reduce)
+
+
 def _multiworker(world: World, spec: Contender, data: Data) -> tuple[Step, Callable[[], Any]]:
     import tensorflow as tf
 
@@ -210,6 +222,7 @@ _BUILDERS: dict[str, Callable[[World, Contender, Data], tuple[Step, Callable[[],
     "none": _none,
     "per_tensor": _per_tensor,
     "grouped": _grouped,
+    "packed": _packed,
     "multiworker": _multiworker,
     "hvdvars": _hvdvars,
     "by_hand": _by_hand,

@@ -477,7 +477,7 @@ def _from_wire(tensor: tf.Tensor, dtype: tf.DType, like: tf.Tensor) -> tf.Tensor
         result = tensor
     else:
         result = _from_bits(tensor, dtype) if dtype.is_complex else tf.cast(tensor, dtype)
-    return tf.ensure_shape(result, like.shape)
+    return result if result.shape == like.shape else tf.ensure_shape(result, like.shape)
 
 
 def _scaled(tensor: tf.Tensor, scale: float) -> tf.Tensor:
