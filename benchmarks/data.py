@@ -54,4 +54,5 @@ def make_data(world: World, spec: Contender, profile: Profile) -> Data:
         for i, shape in enumerate(profile.shapes)
         if FLOAT_BYTES * math.prod(shape) > LARGE_BYTES
     }
-    return Data(variables, profile.shapes, tf.Variable(tf.fill([len(variables)], world.rank + 1.0), trainable=False), large)
+    values = tf.Variable(tf.fill([len(variables)], world.rank + 1.0), trainable=False)
+    return Data(variables, profile.shapes, values, large)
