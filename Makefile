@@ -25,6 +25,7 @@ bench: setup
 lint: setup
 	@$(PY) -c 'import ruff, mypy' 2>/dev/null || $(PY) -m pip install --quiet -e '.[lint]' --no-build-isolation
 	$(RUN) ruff check .
+	$(RUN) ruff format --check .
 	$(RUN) mypy
 
 setup:

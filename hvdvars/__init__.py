@@ -11,18 +11,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "collectives": (
-        "init",
-        "shutdown",
-        "is_initialized",
-        "rank",
-        "size",
-        "local_rank",
-        "local_size",
-        "cross_rank",
-        "cross_size",
-        "barrier",
-    ),
+    "collectives": ("init", "shutdown", "is_initialized"),
+    "session": ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
+    "meeting": ("barrier",),
     "guard": ("verify",),
     "mgr": (
         "create",

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, collectives, fusion, optimizer
-from hvdvars.session import require_started
+from hvdvars import check, collectives, fusion, optimizer, wire
+from hvdvars.session import require_started, world
 from hvdvars.types import Variable
 
 # One buffer at a time, of a size that every rank has to spare.
@@ -30,14 +30,14 @@ def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str 
         values = [tf.convert_to_tensor(optimizer.tf_variable(variable)) for variable in variables]
         dtypes = [value.dtype.name for value in values]
         for variable, value in zip(variables, values, strict=True):
-            collectives.transfer_type("broadcast", value.dtype, check.name_of(variable))
+            wire.transfer_type("broadcast", value.dtype, check.name_of(variable))
         plan = fusion.plan([value.shape for value in values], dtypes, small_bytes=None, max_bytes=_MOST_BYTES)
-        if collectives.size() == 1:
+        if world().size == 1:
             return
         for bucket in plan.buckets:
             received = collectives.broadcast(fusion.fill(bucket, values), root, f"hvdvars.{name}.{bucket.dtype}")
             for place, value in zip(bucket.places, fusion.cut(received, bucket.places), strict=True):
-                if collectives.rank() != root:
+                if world().rank != root:
                     variables[place.index].assign(value)
 
 

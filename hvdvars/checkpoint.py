@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import check, collectives, guard, holding, relay, restoring, slots, snapshot
+from hvdvars import check, guard, holding, meeting, relay, restoring, slots, snapshot
 from hvdvars.holding import Piece
 from hvdvars.mgr import VariableMgr, VariableMgrLocalFetchFromPS
 from hvdvars.optimizer import tf_variable
@@ -54,7 +54,7 @@ def save(
     chosen, pieces, scalars = relay.together(function, lambda: _own_state(mgr, optimizer, model, variables, extra))
     guard.exchange(function, {}, [guard.describe(variable) for variable in chosen])
     keys = [[piece.slot, piece.variable, piece.start, list(piece.shape)] for piece in pieces]
-    headers = collectives.gather_objects([keys, list(scalars)], "checkpoint")
+    headers = meeting.gather_objects([keys, list(scalars)], "checkpoint")
     values = [piece.values for piece in pieces] + list(scalars.values())
     received = relay.collect(values, "checkpoint")
 

@@ -8,40 +8,18 @@ ignores the names of eager calls and would add up whatever comes first.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
-from hvdvars import launchenv, session
-from hvdvars.session import World, require_started, world
-
-# Horovod's own lists of wire types (horovod/tensorflow/mpi_ops.cc). What is missing travels as another type.
-_SUMMED = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
-_SUMMED_AS = {
-    "bfloat16": "float32",
-    "int16": "int32",
-    "uint16": "int32",
-    "uint32": "int64",
-    "uint64": "int64",
-}
-_MOVED = _SUMMED | {"uint16", "int16", "bool"}
-_MOVED_AS = {
-    "bfloat16": "uint16",
-    "uint32": "int32",
-    "uint64": "int64",
-}
-_PAIRS = {"complex64": "float32", "complex128": "float64"}
+from hvdvars import launchenv, session, wire
+from hvdvars.session import World, world
 
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-
-_SCATTERED = _SUMMED - {"uint8", "int8"}
 
 
 def init() -> None:
@@ -89,36 +67,6 @@ def is_initialized() -> bool:
     return session.is_started()
 
 
-def rank() -> int:
-    """This process's number among all, from 0. Local. Raises RuntimeError before `init`."""
-    return require_started("rank").rank
-
-
-def size() -> int:
-    """How many ranks there are. Local. Raises RuntimeError before `init`."""
-    return require_started("size").size
-
-
-def local_rank() -> int:
-    """This process's number among those of its node. Local. Raises RuntimeError before `init`."""
-    return require_started("local_rank").local_rank
-
-
-def local_size() -> int:
-    """How many ranks this node has. Local. Raises RuntimeError before `init`."""
-    return require_started("local_size").local_size
-
-
-def cross_rank() -> int:
-    """The number of this rank's node among those that have its local rank. Local. Raises RuntimeError before `init`."""
-    return require_started("cross_rank").cross_rank
-
-
-def cross_size() -> int:
-    """How many nodes have this rank's local rank. Local. Raises RuntimeError before `init`."""
-    return require_started("cross_size").cross_size
-
-
 def nccl_built() -> bool:
     """Whether this Horovod was built with NCCL. Local."""
     return bool(hvd.nccl_built())
@@ -147,13 +95,13 @@ def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     dtype = _one_dtype("all_reduce", tensors, name)
-    wire = _reduction_type("all_reduce", dtype, name, scale)
+    carrier = wire.reduction_type("all_reduce", dtype, name, scale)
 
     def communicate(name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        sent = [_to_wire(tensor, wire) for tensor in tensors]
+        sent = [wire.to_wire(tensor, carrier) for tensor in tensors]
         operation = "allreduce" if len(sent) == 1 else "grouped_allreduce"
         received = _operate(operation, sent, name, **_sum(scale))
-        return [_from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
+        return [wire.from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
 
     if world().size == 1:
         return [_scaled(tensor, scale) for tensor in tensors]
@@ -172,11 +120,11 @@ def all_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
         tensor = tf.reshape(tensor, [1])
-    dtype, wire = tensor.dtype, transfer_type("all_gather", tensor.dtype, name)
+    dtype, carrier = tensor.dtype, wire.transfer_type("all_gather", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        (gathered,) = _operate("allgather", [_bits(tensor, wire)], name)
-        return [_from_bits(gathered, dtype)]
+        (gathered,) = _operate("allgather", [wire.to_bits(tensor, carrier)], name)
+        return [wire.from_bits(gathered, dtype)]
 
     if world().size == 1:
         return tf.identity(tensor)
@@ -195,11 +143,11 @@ def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if not 0 <= root < world().size:
         raise ValueError(f"broadcast: root of '{name}' is rank {root}, but ranks go from 0 to {world().size - 1}.")
-    dtype, wire = tensor.dtype, transfer_type("broadcast", tensor.dtype, name)
+    dtype, carrier = tensor.dtype, wire.transfer_type("broadcast", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        (sent,) = _operate("broadcast", [_bits(tensor, wire)], name, root_rank=root)
-        return [_from_bits(sent, dtype)]
+        (sent,) = _operate("broadcast", [wire.to_bits(tensor, carrier)], name, root_rank=root)
+        return [wire.from_bits(sent, dtype)]
 
     if world().size == 1:
         return tf.identity(tensor)
@@ -222,12 +170,12 @@ def all_to_all(tensor: tf.Tensor, splits: Sequence[int], name: str) -> tf.Tensor
             f"all_to_all: '{name}' has {len(splits)} splits on rank {world().rank}, expected one for each of "
             f"{world().size} ranks."
         )
-    dtype, wire = tensor.dtype, transfer_type("all_to_all", tensor.dtype, name)
+    dtype, carrier = tensor.dtype, wire.transfer_type("all_to_all", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
         counts = tf.constant(list(splits), tf.int32)
-        received, _ = _operate("alltoall", [_bits(tensor, wire)], name, splits=counts)
-        return [_from_bits(received, dtype)]
+        received, _ = _operate("alltoall", [wire.to_bits(tensor, carrier)], name, splits=counts)
+        return [wire.from_bits(received, dtype)]
 
     if world().size == 1:
         return tf.identity(tensor)
@@ -251,62 +199,16 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
             f"reduce_scatter: '{name}' has shape {tensor.shape} on rank {world().rank}; the first dimension must be a "
             f"multiple of the {world().size} ranks. Pad it."
         )
-    dtype, wire = tensor.dtype, _reduction_type("reduce_scatter", tensor.dtype, name, scale)
-    wire = wire if wire in _SCATTERED else "int32"
+    dtype, carrier = tensor.dtype, wire.reduction_type("reduce_scatter", tensor.dtype, name, scale)
+    carrier = carrier if carrier in wire.SCATTERED else "int32"
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        (part,) = _operate("reducescatter", [_to_wire(tensor, wire)], name, **_sum(scale))
-        return [_from_wire(part, dtype, tensor[: length // world().size])]
+        (part,) = _operate("reducescatter", [wire.to_wire(tensor, carrier)], name, **_sum(scale))
+        return [wire.from_wire(part, dtype, tensor[: length // world().size])]
 
     if world().size == 1:
         return _scaled(tensor, scale)
     return _call(f"reduce_scatter:{scale}", communicate, name, tensor)[0]
-
-
-def barrier() -> None:
-    """Wait until every rank is here. Collective: every rank of the group calls it in the same order."""
-    require_started("barrier")
-    take_turn("barrier")
-
-
-def take_turn(call: str, shown: str = "") -> None:
-    """Meet all ranks, and go on only if all of them are in the same `call`, a text that says which and with what.
-
-    An eager call blocks until all ranks take part: two ranks in different ones would wait for each other for ever.
-    `shown` takes the place of `call` in messages. Collective: every rank of the group calls it in the same order,
-    outside of graphs or while one is traced.
-
-    Raises:
-        RuntimeError: on every rank alike, naming the calls and the ranks.
-    """
-    if world().size == 1:
-        return
-    code = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
-    with tf.init_scope():
-        codes = all_gather(tf.constant([code], tf.int64), "hvdvars.turn").numpy()
-    if (codes == code).all():
-        return
-    calls = gather_objects(shown or call, "calls")
-    listed = "\n  ".join(f"rank {rank}: {other}" for rank, other in enumerate(calls[:8]))
-    raise RuntimeError(
-        f"The ranks are in different calls, so nothing was sent.\n  {listed}\nEvery rank must make the same calls in "
-        "the same order; inside one tf.function the order is free."
-    )
-
-
-def gather_objects(value: Any, name: str) -> list[Any]:
-    """The JSON-able `value` of each rank, in rank order.
-
-    Collective: every rank of the group calls it in the same order, outside of graphs. JSON rather than pickle, so that
-    what arrives is data and never code.
-    """
-    require_started("gather_objects")
-    with tf.init_scope():
-        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = all_gather(tf.constant([len(data)], tf.int64), f"hvdvars.{name}.sizes").numpy()
-        joined = all_gather(tf.constant(data), f"hvdvars.{name}.data").numpy().tobytes()
-    ends = np.cumsum(sizes)
-    return [json.loads(joined[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _transport() -> str:
@@ -440,54 +342,5 @@ def _one_dtype(function: str, tensors: Sequence[tf.Tensor], name: str) -> tf.DTy
     return tensors[0].dtype
 
 
-def _reduction_type(function: str, dtype: tf.DType, name: str, scale: float) -> str:
-    if scale != 1.0 and dtype.is_integer:
-        raise TypeError(
-            f"{function}: '{name}' has dtype {dtype.name}, whose scaled sum is not exact on rank {world().rank}. "
-            "Use average=False, or cast to a floating type."
-        )
-    wire = dtype.name if dtype.name in _SUMMED else _SUMMED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
-    if wire is None:
-        raise TypeError(
-            f"{function}: '{name}' has dtype {dtype.name} on rank {world().rank}, which cannot be summed. "
-            f"Expected one of {', '.join(sorted(_SUMMED | set(_SUMMED_AS) | set(_PAIRS)))}; cast it first."
-        )
-    return wire
-
-
-def transfer_type(function: str, dtype: tf.DType, name: str) -> str:
-    """The wire type that moves tensors of `dtype`. Local. Raises TypeError for types that nothing can carry."""
-    wire = dtype.name if dtype.name in _MOVED else _MOVED_AS.get(dtype.name) or _PAIRS.get(dtype.name)
-    if wire is None:
-        raise TypeError(
-            f"{function}: '{name}' has dtype {dtype.name} on rank {world().rank}, which cannot be sent. "
-            f"Expected one of {', '.join(sorted(_MOVED | set(_MOVED_AS) | set(_PAIRS)))}."
-        )
-    return wire
-
-
-def _to_wire(tensor: tf.Tensor, wire: str) -> tf.Tensor:
-    if tensor.dtype.name == wire:
-        return tensor
-    return _bits(tensor, wire) if tensor.dtype.is_complex else tf.cast(tensor, wire)
-
-
-def _from_wire(tensor: tf.Tensor, dtype: tf.DType, like: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype == dtype:
-        result = tensor
-    else:
-        result = _from_bits(tensor, dtype) if dtype.is_complex else tf.cast(tensor, dtype)
-    return result if result.shape == like.shape else tf.ensure_shape(result, like.shape)
-
-
 def _scaled(tensor: tf.Tensor, scale: float) -> tf.Tensor:
     return tf.identity(tensor) if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-
-
-def _bits(tensor: tf.Tensor, wire: str) -> tf.Tensor:
-    """The same bits as another dtype; complex numbers get a last dimension of two."""
-    return tensor if tensor.dtype.name == wire else tf.bitcast(tensor, wire)
-
-
-def _from_bits(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import check, collectives, optimizer
+from hvdvars import check, collectives, meeting, optimizer
 from hvdvars.session import require_started, world
 from hvdvars.types import Variable
 
@@ -29,8 +29,8 @@ def exchange(function: str, settings: Mapping[str, Any], tensors: Sequence[Mappi
         ValueError: on every rank alike, naming the first differences, the ranks and both values.
     """
     mine = {"function": function, "settings": dict(settings), "tensors": [dict(tensor) for tensor in tensors]}
-    collectives.take_turn("exchange", f"{function} (variables: {len(tensors)})")
-    ranks = collectives.gather_objects(mine, "exchange")
+    meeting.take_turn("exchange", f"{function} (variables: {len(tensors)})")
+    ranks = meeting.gather_objects(mine, "exchange")
     problems: list[str] = []
     for rank, other in enumerate(ranks[1:], start=1):
         problems += _differences(ranks[0], other, rank)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import broadcast, check, collectives, guard, optimizer, options, owner, reduce, relay
+from hvdvars import agreement, broadcast, check, collectives, guard, meeting, optimizer, options, owner, reduce, relay
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started, world
@@ -158,8 +158,7 @@ class VariableMgr:
         """
         require_started(f"VariableMgr.{function}")
         gradients, checked = check.check_aligned(function, grads, variables)
-        missing = "dense" if self.options.none_gradients == "zeros" else "none"
-        kinds = tuple(_kind(gradient, missing) for gradient in gradients)
+        kinds = tuple(agreement.kind_of(gradient, self.options.none_gradients) for gradient in gradients)
         key = (tuple(id(variable) for variable in checked), kinds)
         if key not in self._uses:
             self._uses[key] = self._first_use(function, gradients, checked, kinds)
@@ -185,23 +184,8 @@ class VariableMgr:
         kinds: tuple[str, ...],
         number: int,
     ) -> list[Form]:
-        described = [
-            {**guard.describe(variable), "kind": kind, "rows": _rows(gradient)}
-            for variable, kind, gradient in zip(variables, kinds, gradients, strict=True)
-        ]
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
-        ranks = guard.exchange(function, settings, described)
-        _check_missing(function, ranks)
-        forms = []
-        for index, variable in enumerate(variables):
-            check.check_known_shape(function, variable)
-            form = Form("dense", tuple(check.shape_of(variable)), check.dtype_of(variable).name)
-            seen = [rank[index] for rank in ranks]
-            kind = reduce.choose_form(
-                [one["kind"] for one in seen], [one["rows"] for one in seen], form, self.options.sparse, 8
-            )
-            forms.append(Form(kind, form.shape, form.dtype))
-        return forms
+        return agreement.agree(function, settings, gradients, variables, kinds, self.options.sparse)
 
     def _take_turn(self, use: _Use, call: str) -> None:
         """Refuse eager calls in another order on another rank: each would wait for the others' for ever."""
@@ -209,7 +193,7 @@ class VariableMgr:
             return
         first = check.name_of(use.variables[0]) if use.variables else "nothing"
         others = f" and {len(use.variables) - 1} more" if len(use.variables) > 1 else ""
-        collectives.take_turn(f"{call} {self._name}.{use.number}", f"{call} of {first}{others}")
+        meeting.take_turn(f"{call} {self._name}.{use.number}", f"{call} of {first}{others}")
 
     def _prepare(self, use: _Use, optimizer_: Any) -> None:
         """Create slots and other state, once, outside of any graph."""
@@ -285,9 +269,7 @@ class VariableMgrIndependent(VariableMgr):
         kinds: tuple[str, ...],
         number: int,
     ) -> list[Form]:
-        return [
-            Form("none", tuple(check.shape_of(variable)), check.dtype_of(variable).name) for variable in variables
-        ]
+        return [Form("none", tuple(check.shape_of(variable)), check.dtype_of(variable).name) for variable in variables]
 
     def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         return whole
@@ -337,40 +319,18 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
         super().__init__(options)
         self._owners: dict[int, tuple[int, int]] = {}
 
-    def _plan(
-        self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction
-    ) -> owner.Ownership:
+    def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> owner.Ownership:
         if self.options.placement == "elements":
             return owner.plan_ownership(name, forms, self.options)
         return owner.plan_ownership(name, forms, self.options, owner.keep_owners(self._owners, variables, forms))
 
     def _build(self, use: _Use, optimizer_: Any) -> None:
-        if optimizer.scales_loss(optimizer_):
-            raise ValueError(
-                f"apply_gradients: {type(optimizer_).__name__} skips a step by the gradients it is given, and each "
-                "owner would decide for its own part alone. Use create('horovod')."
-            )
-        if optimizer.global_clipnorm(optimizer_) is not None and getattr(
-            optimizer_, "gradient_accumulation_steps", None
-        ):
-            raise ValueError(
-                "apply_gradients: global_clipnorm and gradient_accumulation_steps together clip the accumulated "
-                "gradients, of which each owner sees a part. Use create('horovod')."
-            )
+        owner.refuse_optimizer(optimizer_, use.variables, self.options.placement)
         if self.options.placement == "variables":
             mine = owner.owned_variables(use.plan, use.variables)
             if mine:
                 optimizer.build(optimizer_, mine)
             return
-        if optimizer.is_elementwise(optimizer_) is False:
-            raise ValueError(
-                f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (norms, names or layers), "
-                "so they cannot be cut. Use placement='variables'."
-            )
-        if any(getattr(variable, "constraint", None) is not None for variable in use.variables):
-            raise ValueError(
-                "apply_gradients: a variable with a constraint has to stay whole. Use placement='variables'."
-            )
         if any(id(optimizer_) in other.shards for other in self._uses.values()):
             raise ValueError(
                 "apply_gradients: this optimizer has slots for other variables or another pattern of None gradients, "
@@ -445,29 +405,6 @@ def create(mode: str, **given: Any) -> VariableMgr:
     if mode == "parameter_server" and place.nodes > 1:
         return VariableMgrDistributedFetchFromPS(chosen)
     return _CLASSES[mode](chosen)
-
-
-def _kind(gradient: Gradient, missing: str) -> str:
-    if gradient is None:
-        return missing
-    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
-
-
-def _rows(gradient: Gradient) -> int | None:
-    return gradient.values.shape[0] if isinstance(gradient, tf.IndexedSlices) else None
-
-
-def _check_missing(function: str, ranks: Sequence[Sequence[dict[str, Any]]]) -> None:
-    problems = []
-    for index, first in enumerate(ranks[0]):
-        missing = [rank for rank, tensors in enumerate(ranks) if tensors[index]["kind"] == "none"]
-        if missing and len(missing) < len(ranks):
-            problems.append(f"{first['name']}: None on ranks {missing}, a gradient on the others")
-    if problems:
-        raise ValueError(
-            f"{function}: some gradients are None on some ranks only.\n  " + "\n  ".join(problems[:8]) + "\nGive every "
-            "rank the same variables to train, or none_gradients='zeros' to count a missing one as zeros."
-        )
 
 
 def _clip_values(gradient: Gradient, limit: float) -> Gradient:

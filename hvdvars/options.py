@@ -98,9 +98,7 @@ RULES: dict[str, Rule] = {
         str, "how gradients reach their owner", ("auto", "all_to_all", "reduce_scatter", "all_reduce")
     ),
     "sparse": Rule(str, "how IndexedSlices cross the wire", ("auto", "sparse", "dense")),
-    "none_gradients": Rule(
-        str, "zeros: a gradient that is None counts as zeros", ("error", "zeros")
-    ),
+    "none_gradients": Rule(str, "zeros: a gradient that is None counts as zeros", ("error", "zeros")),
     "gradient_clip": Rule(
         float, "clip reduced gradients to plus or minus this value before they are applied", minimum=0, above=True
     ),

@@ -110,6 +110,32 @@ def create_shards(ownership: Ownership) -> list[tf.Variable]:
     return shards
 
 
+def refuse_optimizer(optimizer_: Any, variables: Sequence[Variable], placement: str) -> None:
+    """Refuse an optimizer that needs more than an owner has: all gradients, or variables that are not cut.
+
+    Local. Raises ValueError.
+    """
+    if optimizer.scales_loss(optimizer_):
+        raise ValueError(
+            f"apply_gradients: {type(optimizer_).__name__} skips a step by the gradients it is given, and each "
+            "owner would decide for its own part alone. Use create('horovod')."
+        )
+    if optimizer.global_clipnorm(optimizer_) is not None and getattr(optimizer_, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "apply_gradients: global_clipnorm and gradient_accumulation_steps together clip the accumulated "
+            "gradients, of which each owner sees a part. Use create('horovod')."
+        )
+    if placement == "variables":
+        return
+    if optimizer.is_elementwise(optimizer_) is False:
+        raise ValueError(
+            f"apply_gradients: {type(optimizer_).__name__} looks at whole variables (norms, names or layers), "
+            "so they cannot be cut. Use placement='variables'."
+        )
+    if any(getattr(variable, "constraint", None) is not None for variable in variables):
+        raise ValueError("apply_gradients: a variable with a constraint has to stay whole. Use placement='variables'.")
+
+
 def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> list[Gradient]:
     """The reduced gradients that this rank applies: of its shards, or aligned with `owned_variables` (None stays None).
 
@@ -140,7 +166,10 @@ def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> lis
 
 
 def update_shards(
-    ownership: Ownership, shards: Sequence[tf.Variable], gradients: Sequence[Gradient], variables: Sequence[Variable],
+    ownership: Ownership,
+    shards: Sequence[tf.Variable],
+    gradients: Sequence[Gradient],
+    variables: Sequence[Variable],
     optimizer_: Any,
 ) -> None:
     """Take this rank's pieces of the variables' values into its shards, and apply the gradients there. Local.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import collectives
+from hvdvars import collectives, meeting
 from hvdvars.session import world
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def together(function: str, work: Callable[[], T]) -> T:
         Exception: the error of the first rank that failed, by its kind and message, naming `function` and the rank.
     """
     result, failure = _attempt(work)
-    _raise_first(function, collectives.gather_objects(_told(failure), "relay"), failure)
+    _raise_first(function, meeting.gather_objects(_told(failure), "relay"), failure)
     return result  # type: ignore[return-value]
 
 
@@ -47,7 +47,7 @@ def from_root(function: str, work: Callable[[], T]) -> T:
         Exception: the error on rank 0, by its kind and message, naming `function`.
     """
     result, failure = _attempt(work) if world().rank == 0 else (None, None)
-    answers = collectives.gather_objects([_told(failure), result], "relay")
+    answers = meeting.gather_objects([_told(failure), result], "relay")
     _raise_first(function, [answers[0][0]], failure)
     return answers[0][1]
 
@@ -81,7 +81,7 @@ def collect(arrays: Sequence[np.ndarray], name: str) -> list[list[np.ndarray]]:
     Collective: every rank of the group calls it in the same order, outside of graphs, with any arrays of its own.
     """
     described = [[_dtype_name(array), list(array.shape)] for array in arrays]
-    ranks = collectives.gather_objects(described, name)
+    ranks = meeting.gather_objects(described, name)
     # Rank 0 has its own already.
     sizes = [0] + [sum(_bytes(*array) for array in rank) for rank in ranks[1:]]
     mine = _joined(arrays) if world().rank else np.empty(0, np.uint8)

@@ -70,6 +70,36 @@ def world() -> World:
     return require_started("world")
 
 
+def rank() -> int:
+    """This process's number among all, from 0. Local. Raises RuntimeError before `init`."""
+    return require_started("rank").rank
+
+
+def size() -> int:
+    """How many ranks there are. Local. Raises RuntimeError before `init`."""
+    return require_started("size").size
+
+
+def local_rank() -> int:
+    """This process's number among those of its node. Local. Raises RuntimeError before `init`."""
+    return require_started("local_rank").local_rank
+
+
+def local_size() -> int:
+    """How many ranks this node has. Local. Raises RuntimeError before `init`."""
+    return require_started("local_size").local_size
+
+
+def cross_rank() -> int:
+    """The number of this rank's node among those that have its local rank. Local. Raises RuntimeError before `init`."""
+    return require_started("cross_rank").cross_rank
+
+
+def cross_size() -> int:
+    """How many nodes have this rank's local rank. Local. Raises RuntimeError before `init`."""
+    return require_started("cross_size").cross_size
+
+
 def start_mpi() -> Any:
     """Initialise MPI through mpi4py, so that it lives as long as the process, and give mpi4py's `MPI` module. Local."""
     try:

@@ -14,8 +14,8 @@ from hvdvars.cli.errors import UsageError, interrupt, refuse
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the process's own).
 
-    Gives the exit code: 0 done, 1 replicas differ, 2 bad input, 130 interrupted. Whatever else goes wrong is raised,
-    and ends the job as `hvdvars.init` arranges it.
+    Gives the exit code: 0 done, 1 diverged or replicas differ, 2 bad input, 130 interrupted. Whatever else goes wrong
+    is raised, and ends the job as `hvdvars.init` arranges it.
     """
     from hvdvars.cli import flags
 

@@ -113,6 +113,8 @@ def megabytes(count: float) -> str:
 def result_lines(summary: dict[str, Any]) -> list[str]:
     """The last lines of a run; scripts look for them, so that their wording stays."""
     lines = [f"test accuracy: {summary['test_accuracy']:.3f}"]
+    if summary["diverged"]:
+        lines.insert(0, f"diverged: the loss is no number after epoch {summary['epoch']}; lower --learning_rate")
     identical = summary["replicas_identical"]
     if identical is None:
         return [*lines, "replicas identical: not expected (independent)"]

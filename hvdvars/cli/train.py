@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ _RANK_0_ONLY = ("train_dir", "json", "quiet")
 
 
 def run(flags: TrainFlags) -> int:
-    """Train as the flags say and give the exit code: 0, or 1 if replicas differ that should be identical.
+    """Train as the flags say and give the exit code: 0, or 1 if the loss became infinite or NaN, or replicas differ.
 
     Collective: every rank calls it. Raises UsageError for input that cannot be trained on.
     """
@@ -45,7 +46,7 @@ def run(flags: TrainFlags) -> int:
     if first:
         _show_result(flags, summary)
     hv.shutdown()
-    return 1 if summary["replicas_identical"] is False else 0
+    return 1 if summary["diverged"] or summary["replicas_identical"] is False else 0
 
 
 def prepare(flags: TrainFlags) -> Dataset:
@@ -72,7 +73,7 @@ def _create_folder(folder: Path) -> None:
 def _start(flags: TrainFlags, dataset: Dataset) -> tuple[Trainer, Any]:
     """Make the model and the manager, and see that all ranks have the same work and none has an objection."""
     import hvdvars as hv
-    from hvdvars import collectives
+    from hvdvars import meeting
     from hvdvars.cli.loop import Trainer
 
     objection, trainer = None, None
@@ -86,7 +87,7 @@ def _start(flags: TrainFlags, dataset: Dataset) -> tuple[Trainer, Any]:
         objection = str(problem)
     work = {name: str(value) for name, value in dataclasses.asdict(flags).items() if name not in _RANK_0_ONLY}
     work["train_dir"] = str(flags.train_dir is not None)  # a checkpoint is written by all ranks together
-    answers = collectives.gather_objects([objection, work, dataset.fingerprint()], "train.start")
+    answers = meeting.gather_objects([objection, work, dataset.fingerprint()], "train.start")
     _check_agreement(flags, answers)
     if trainer is None:  # Not reached: this rank's objection is among the answers.
         raise UsageError(str(objection))
@@ -124,13 +125,16 @@ def _train(flags: TrainFlags, dataset: Dataset, trainer: Trainer, manager: Any, 
         result = trainer.result(epoch)
         screen.epoch(result, flags.epochs)
         records.epoch(result)
+        if not math.isfinite(result.loss):  # the same on every rank, and no epoch makes it better
+            break
     trainer.finish()
     seconds = round(time.perf_counter() - started, 3)
     summary = {**settings, **dataclasses.asdict(result), "train_seconds": seconds, **trainer.evaluate()}
+    summary["diverged"] = not math.isfinite(result.loss)
     summary["replicas_identical"], summary["replicas_differ"] = trainer.verify()
     summary["report"] = manager.report()
     records.finish(summary)
-    if flags.train_dir is not None:
+    if flags.train_dir is not None and not summary["diverged"]:
         trainer.save(flags.train_dir / "checkpoint")
     return summary
 

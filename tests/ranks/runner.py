@@ -30,9 +30,9 @@ def main(folder: Path, how: str, size: int) -> None:
 
     watch(120)
     hv.init()
-    from hvdvars import collectives
+    from hvdvars import collectives, meeting
 
-    world.rank, world.size, world.collectives = hv.rank(), hv.size(), collectives
+    world.rank, world.size, world.collectives, world.meeting = hv.rank(), hv.size(), collectives, meeting
     if world.size != size:
         raise RuntimeError(f"the launch was to have {size} ranks, and has {world.size}")
     with (folder / f"rank{world.rank}.jsonl").open("w", buffering=1) as results:
@@ -76,7 +76,7 @@ def agree(world: cases.World, one: cases.Case, result: dict[str, Any], number: i
     """Meet all ranks after a case; where it failed, bring what counts along with the ranks in line again."""
     watch(one.limit)
     mine = [one.name, result["error"] is None]
-    ranks = world.collectives.gather_objects(mine, "tests.agree")
+    ranks = world.meeting.gather_objects(mine, "tests.agree")
     if any(name != one.name for name, _ in ranks):
         raise RuntimeError(f"the ranks ran different cases: {ranks}")
     if not all(passed for _, passed in ranks):

@@ -14,9 +14,9 @@ PACKAGE = ROOT / "hvdvars"
 LAYERS = [
     ["types"],
     ["check", "fusion", "sparse", "placement", "spec", "scaling", "options", "launchenv", "optimizer", "snapshot"],
-    ["session", "collectives"],
-    ["algorithms", "broadcast", "guard", "staging", "relay", "slots"],
-    ["reduce", "owner", "holding"],
+    ["session", "wire", "collectives"],
+    ["algorithms", "broadcast", "meeting", "guard", "staging", "relay", "slots"],
+    ["reduce", "agreement", "owner", "holding"],
     ["mgr", "checkpoint", "restoring"],
     ["distribute"],
     ["keras", "tf_cnn_benchmarks"],
@@ -27,7 +27,12 @@ LAYERS = [
 # The few imports inside one row: (importer, imported).
 BESIDE = {
     ("options", "spec"),
+    ("wire", "session"),
     ("collectives", "session"),
+    ("collectives", "wire"),
+    ("guard", "meeting"),
+    ("relay", "meeting"),
+    ("agreement", "reduce"),
     ("owner", "reduce"),
     ("holding", "owner"),
     ("checkpoint", "mgr"),

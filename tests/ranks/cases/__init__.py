@@ -51,6 +51,7 @@ class World:
     size: int = -1
     how: str = ""
     collectives: Any = None
+    meeting: Any = None
     notes: dict[str, Any] = field(default_factory=dict)
     """What one case leaves for later ones."""
 

@@ -58,7 +58,7 @@ def train(world, mgr, optimizer, variables, first, last):
 def folder(world):
     """A new folder, the same on every rank."""
     made = tempfile.mkdtemp() if world.rank == 0 else None
-    return Path(world.collectives.gather_objects(made, "tests.folder")[0])
+    return Path(world.meeting.gather_objects(made, "tests.folder")[0])
 
 
 def reference(world):

@@ -161,7 +161,7 @@ def slots_are_on_owners_only(world, placement):
     updates, mgr = tf.keras.optimizers.Adam(), hv.create("parameter_server", placement=placement)
     variables = [tf.Variable(tf.zeros([100, 10]), name=f"w{i}") for i in range(4)] + [tf.Variable(tf.zeros([13]))]
     mgr.apply_gradients(updates, [tf.ones_like(v) for v in variables], variables)
-    ranks = world.collectives.gather_objects(mgr.report()["plans"][0]["optimizer_bytes"], "tests.slots")
+    ranks = world.meeting.gather_objects(mgr.report()["plans"][0]["optimizer_bytes"], "tests.slots")
     whole = 2 * 4 * (4 * 1000 + 13)  # Adam's two slots of float32
     assert sum(ranks) == whole, ranks
     if placement == "elements":

@@ -42,7 +42,7 @@ def a_second_init_changes_nothing(world):
 def every_rank_has_a_place_of_its_own(world):
     place = [hv.rank(), hv.size(), hv.local_rank(), hv.local_size(), hv.cross_rank(), hv.cross_size()]
     wanted = [[rank, world.size, rank, world.size, 0, 1] for rank in world.ranks]
-    assert world.collectives.gather_objects(place, "places") == wanted
+    assert world.meeting.gather_objects(place, "places") == wanted
     hv.barrier()
 
 
@@ -55,7 +55,7 @@ def the_launcher_decides_the_transport(world):
 @case(hows=EVERYWHERE)
 def objects_come_from_all_ranks_in_rank_order(world):
     mine = {"rank": world.rank, "text": "ä" * 1000 * world.rank, "list": [None, True, 1.5]}
-    gathered = world.collectives.gather_objects(mine, "objects")
+    gathered = world.meeting.gather_objects(mine, "objects")
     assert gathered == [{**mine, "rank": rank, "text": "ä" * 1000 * rank} for rank in world.ranks]
     assert json.loads(json.dumps(gathered)) == gathered
-    assert world.collectives.gather_objects([], "nothing") == [[]] * world.size
+    assert world.meeting.gather_objects([], "nothing") == [[]] * world.size

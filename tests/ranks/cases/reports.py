@@ -98,7 +98,7 @@ def it_is_plain_data_about_what_runs(world, mode):
     if name != "independent":
         same_everywhere(world, {k: v for k, v in plan.items() if k != "optimizer_bytes"}, "the plan")
     slots = sum(2 * int(tf.size(v)) * v.dtype.size for v in variables)
-    everywhere = world.collectives.gather_objects(plan["optimizer_bytes"], "tests.slots")
+    everywhere = world.meeting.gather_objects(plan["optimizer_bytes"], "tests.slots")
     if name == "parameter_server":
         trained = slots - 2 * 2 * 4  # the variable without a gradient need not have an owner
         assert trained <= sum(everywhere) <= slots, (everywhere, slots)

@@ -21,7 +21,7 @@ def raised(kind: type[BaseException] | tuple[type[BaseException], ...], call: Ca
 
 def same_everywhere(world: Any, value: Any, what: str = "value") -> None:
     """Fail unless a JSON-able value is equal on all ranks."""
-    ranks = world.collectives.gather_objects(value, "tests.same")
+    ranks = world.meeting.gather_objects(value, "tests.same")
     assert all(other == ranks[0] for other in ranks), f"{what} differs between ranks: {ranks}"
 
 
