@@ -15,7 +15,7 @@ from benchmarks.profiles import PROFILES
 # TensorFlow learns over about a hundred runs of an operation whether it is worth a thread of its own; until then a step
 # of a thousand small operations takes up to twice the time. Within SETTLE_SECONDS, every contender is past that.
 SETTLE_STEPS = 150
-SETTLE_SECONDS = 6.0
+SETTLE_SECONDS = 4.0
 # Bytes of a rank in bytes of the profile: asleep with its data, and at most while it steps.
 ASLEEP_COPIES = 3
 AWAKE_COPIES = 8
