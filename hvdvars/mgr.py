@@ -6,6 +6,7 @@ A mode is a class below that answers these three questions; everything else is s
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from hvdvars.session import require_started, world
 from hvdvars.types import Gradient, Variable
 
 _numbers = itertools.count()
+_MANY = 8
 _FORGOTTEN = (
     "Call mgr.broadcast([variables, optimizer]) before the first step, so that all ranks start from rank 0's values "
     "(or create('independent') if every rank is meant to train alone)."
@@ -208,6 +210,12 @@ class VariableMgr:
             # An owner may refuse what a rank that owns nothing never sees.
             relay.together("apply_gradients", lambda: self._create_state(use, optimizer_))
         use.optimizers[key] = optimizer_
+        if len(use.optimizers) == _MANY and world().rank == 0:
+            warnings.warn(
+                f"apply_gradients: {_MANY} different optimizers for the same variables. If this is one that is made "
+                "anew each step (a lambda, say), make it once: each is traced, and kept.",
+                stacklevel=2,
+            )
 
     def _create_state(self, use: _Use, optimizer_: Any) -> None:
         with tf.init_scope():

@@ -1,5 +1,7 @@
 """Optimizers of every kind: the ranks end where one optimizer ends that is given the mean gradients."""
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -141,6 +143,17 @@ def callables(world, chosen):
             variable.assign_sub(0.1 * grad)
 
     check(world, lambda: descend, manager, eager)
+
+
+@case(sizes=(1, 2), hows=("mpi",))
+def a_callable_made_anew_each_step_is_told(world):
+    mgr, variable = hv.create("horovod"), tf.Variable([0.0])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            mgr.apply_gradients(lambda grads, variables: variables[0].assign_sub(grads[0]), [tf.ones([1])], [variable])
+    close(variable, [-10.0])
+    assert len([one for one in told if "anew each step" in str(one.message)]) == (1 if world.rank == 0 else 0)
 
 
 @case(params=MANAGERS, sizes=(2, 3))

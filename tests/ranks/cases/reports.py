@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-from . import EVERYWHERE, case, widely
+from . import case, widely
 from .tools import horovod_operations, same_everywhere
 
 MODES = {
@@ -81,7 +81,8 @@ def the_norm_of_all_gradients_is_counted(world, mode):
     assert len(horovod_operations(function)) == mgr.report()["plans"][0]["collectives_per_step"]
 
 
-@case(params=FEW, hows=EVERYWHERE)
+@case(params=FEW, hows=("mpi",))
+@case(params={"elements-auto-auto": MODES["elements-auto-auto"]}, hows=("gloo", "horovodrun", "bare"))
 def it_is_plain_data_about_what_runs(world, mode):
     name, options = mode
     mgr, optimizer = hv.create(name, **options), keras.optimizers.Adam()
