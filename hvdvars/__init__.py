@@ -21,6 +21,7 @@ _HOMES = {
         "VariableMgrIndependent",
         "VariableMgrHorovod",
         "VariableMgrLocalReplicated",
+        "VariableMgrDistributedAllReduce",
         "VariableMgrCollectiveAllReduce",
         "VariableMgrLocalFetchFromPS",
         "VariableMgrDistributedFetchFromPS",

@@ -34,6 +34,15 @@ def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int
     return tf.concat([collectives.all_reduce(piece, f"{name}.{k}", scale) for k, piece in enumerate(used)], 0)
 
 
+def count(alg: str, shards: int, elements: int) -> int:
+    """How many collectives `all_reduce` makes of a buffer of so many elements. Local."""
+    if world().size == 1:
+        return 0
+    if alg in ("pscpu", "psgpu"):
+        return 2
+    return 1 if alg == "collective" else min(shards, elements)
+
+
 def _shuffle(buffer: tf.Tensor, name: str, scale: float, shards: int) -> tf.Tensor:
     """Pieces 0..shards-1 go to ranks 0, 1, … round robin."""
     ranks = world().size

@@ -7,7 +7,7 @@ is, or several small ones copied into one flat buffer, or several left as they a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import tensorflow as tf
@@ -94,6 +94,30 @@ def plan(
         parts = [[i] for i in sorted(set(here) - set(small))] + _fill(small, sizes, limit, max_group)
         buckets += [_bucket("alone" if len(part) == 1 else kind, dtype, [part], shapes, sizes) for part in parts]
     return _plan(sorted(buckets, key=lambda bucket: min(place.index for place in bucket.places)), shapes, dtypes, sizes)
+
+
+def join(parts: Sequence[tuple[Plan, Sequence[int]]]) -> Plan:
+    """One plan of several, each with the indices that its tensors have in the whole list; bucket after bucket. Local.
+
+    Raises:
+        ValueError: a plan has not one index per tensor.
+    """
+    buckets: list[Bucket] = []
+    rest: list[Place] = []
+    for part, indices in parts:
+        if part.count != len(indices):
+            raise ValueError(
+                f"fusion.join: got {len(indices)} indices for a plan of {part.count} tensors; give one each"
+            )
+        for bucket in part.buckets:
+            buckets.append(replace(bucket, places=tuple(_moved(place, indices) for place in bucket.places)))
+        rest += [_moved(place, indices) for place in part.rest]
+    dtypes = tuple(dtype for part, _ in parts for dtype in part.rest_dtypes)
+    return Plan(tuple(buckets), sum(part.count for part, _ in parts), tuple(rest), dtypes)
+
+
+def _moved(place: Place, indices: Sequence[int]) -> Place:
+    return replace(place, index=indices[place.index])
 
 
 def plan_owned(

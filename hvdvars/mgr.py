@@ -247,6 +247,7 @@ class VariableMgr:
 
     def _report(self, use: _Use) -> dict[str, Any]:
         total = sum(form.bytes for form in use.whole.forms)
+        ranges = {"ranges": use.whole.report_ranges()} if self.options.all_reduce_spec else {}
         return {
             "variables": len(use.variables),
             "bytes": total,
@@ -256,6 +257,7 @@ class VariableMgr:
             "sparse": sum(form.kind == "sparse" for form in use.whole.forms),
             "owners": [total] * world().size,
             "optimizer_bytes": sum(optimizer.state_bytes(one) for one in use.optimizers.values()),
+            **ranges,
         }
 
 
@@ -306,6 +308,12 @@ class VariableMgrLocalReplicated(VariableMgrHorovod):
     """As `horovod`, with the all-reduce that a single-range spec names."""
 
     mode = "replicated"
+
+
+class VariableMgrDistributedAllReduce(VariableMgrHorovod):
+    """As `horovod`, with the all-reduce that the spec names for a tensor's number of elements; a spec is required."""
+
+    mode = "distributed_all_reduce"
 
 
 class VariableMgrCollectiveAllReduce(VariableMgrHorovod):
@@ -385,6 +393,7 @@ _CLASSES: dict[str, type[VariableMgr]] = {
         VariableMgrIndependent,
         VariableMgrHorovod,
         VariableMgrLocalReplicated,
+        VariableMgrDistributedAllReduce,
         VariableMgrCollectiveAllReduce,
         VariableMgrLocalFetchFromPS,
     )
@@ -403,7 +412,7 @@ def create(mode: str, **given: Any) -> VariableMgr:
     """
     chosen = options.resolve(mode, **given)
     place = require_started("create")
-    if chosen.all_reduce_spec and chosen.all_reduce_spec.startswith("nccl") and not collectives.nccl_built():
+    if chosen.all_reduce_spec and "nccl" in chosen.all_reduce_spec and not collectives.nccl_built():
         raise RuntimeError(
             f"create: all_reduce_spec={chosen.all_reduce_spec!r} needs NCCL, which this Horovod was built without. "
             "Build it with NCCL=1 scripts/setup.sh, or use 'xring'."

@@ -107,13 +107,13 @@ RULES: dict[str, Rule] = {
 }
 
 _LATER = "not part of this version of hvdvars"
-_LATER_MODES = ("distributed_all_reduce", "distributed_replicated")
-_ALL_REDUCE_MODES = ("replicated", "collective_all_reduce", "horovod")
+_LATER_MODES = ("distributed_replicated",)
+_ALL_REDUCE_MODES = ("replicated", "distributed_all_reduce", "collective_all_reduce", "horovod")
 _NO_REDUCE = "this mode neither reduces nor exchanges anything: every rank keeps its own values"
 _NO_BUCKETS = "buckets follow the owners in this mode; use fusion="
 _NO_OWNER = "variables have no single owner in this mode; use parameter_server"
 _NO_SPEC = {
-    "horovod": "this mode picks the all-reduce itself; use replicated or collective_all_reduce",
+    "horovod": "this mode picks the all-reduce itself; use replicated or distributed_all_reduce",
     "parameter_server": "gradients go to owners here; use reduce_to_owner=",
 }
 
@@ -261,15 +261,25 @@ def _check_owners(mode: str, given: Mapping[str, Any]) -> None:
 def _check_spec(mode: str, given: Mapping[str, Any]) -> None:
     text = given.get("all_reduce_spec")
     if text is None:
+        if mode == "distributed_all_reduce":
+            raise ValueError(
+                f"create({mode!r}): option all_reduce_spec is required in this mode, such as 'pscpu:32K:xring': "
+                "tensors of up to 32K elements by pscpu, larger ones by xring"
+            )
         return
     ranges = spec.parse(text)
     where = f"create({mode!r}): option all_reduce_spec={text!r}"
-    if len(ranges) > 1:
+    if len(ranges) > 1 and mode != "distributed_all_reduce":
         raise ValueError(
             f"{where} has {len(ranges)} ranges; this mode takes one range without a limit "
-            f"(hybrid specs belong to distributed_all_reduce, which is {_LATER})"
+            "(hybrid specs belong to distributed_all_reduce)"
         )
-    alg, shards = ranges[0].alg, ranges[0].shards
+    for part in ranges:
+        _check_range(mode, where, part, given)
+
+
+def _check_range(mode: str, where: str, part: spec.Range, given: Mapping[str, Any]) -> None:
+    alg, shards = part.alg, part.shards
     grouped = given.get("fusion") == "group" or "allreduce_merge_scope" in given
     if grouped and (shards > 1 or alg in ("pscpu", "psgpu")):
         raise ValueError(f"{where} and Horovod groups (fusion='group', allreduce_merge_scope) contradict each other")

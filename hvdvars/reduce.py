@@ -6,8 +6,10 @@ collectives and under which names is decided once, in a `Reduction`, from values
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import tensorflow as tf
 
@@ -36,22 +38,50 @@ class Form:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way of reducing one list of gradients; `dense` are the indices that the fusion plan covers, in its order."""
+    """One way of reducing one list of gradients; `dense` are the indices that the fusion plan covers, in its order.
+
+    `ranges` are those of the spec, and `range_of` says for each bucket of the plan to which of them it belongs.
+    """
 
     name: str
     forms: tuple[Form, ...]
     dense: tuple[int, ...]
     plan: fusion.Plan
     scale: float
-    alg: str
-    shards: int
+    ranges: tuple[spec.Range, ...]
+    range_of: tuple[int, ...]
     compact: bool
 
     @property
     def collectives(self) -> int:
         """Collectives per step."""
-        pieces = {"pscpu": 2, "psgpu": 2, "collective": 1}.get(self.alg, self.shards)
-        return len(self.plan.buckets) * pieces + 2 * sum(form.kind == "sparse" for form in self.forms)
+        sent = sum(self._collectives(bucket, index) for bucket, index in self._buckets())
+        return sent + 2 * sum(form.kind == "sparse" for form in self.forms)
+
+    def report_ranges(self) -> list[dict[str, Any]]:
+        """What each range of the spec carries per step, as JSON-able values. Local."""
+        rows = []
+        for number, part in enumerate(self.ranges):
+            buckets = [bucket for bucket, index in self._buckets() if index == number]
+            rows.append(
+                {
+                    "alg": part.alg,
+                    "shards": part.shards,
+                    "limit": part.limit,
+                    "tensors": sum(len(bucket.places) for bucket in buckets),
+                    "bytes": sum(bucket.bytes for bucket in buckets),
+                    "collectives": sum(self._collectives(bucket, number) for bucket in buckets),
+                }
+            )
+        return rows
+
+    def _buckets(self) -> Iterator[tuple[fusion.Bucket, int]]:
+        return zip(self.plan.buckets, self.range_of, strict=True)
+
+    def _collectives(self, bucket: fusion.Bucket, index: int) -> int:
+        if bucket.kind == "group":
+            return 1
+        return algorithms.count(self.ranges[index].alg, self.ranges[index].shards, bucket.size)
 
 
 def choose_form(kinds: Sequence[str], rows: Sequence[int | None], form: Form, option: str, index_bytes: int) -> str:
@@ -77,22 +107,37 @@ def choose_form(kinds: Sequence[str], rows: Sequence[int | None], form: Form, op
 def plan_reduction(name: str, forms: Sequence[Form], options: Options) -> Reduction:
     """Decide how gradients of these forms are all-reduced under these options. Local."""
     dense = tuple(i for i, form in enumerate(forms) if form.kind == "dense")
-    ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
-    alg, shards = (ranges[0].alg, ranges[0].shards) if ranges else ("xring", 1)
+    ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else (spec.Range("xring"),)
     if options.gradient_repacking:
-        shards = options.gradient_repacking
+        ranges = tuple(replace(part, shards=options.gradient_repacking) for part in ranges)
     compact = options.compact_gradient_transfer
     dtypes = ["float16" if compact and forms[i].dtype == "float32" else forms[i].dtype for i in dense]
+    plan, range_of = _plan_ranges([forms[i].shape for i in dense], dtypes, ranges, options)
     return Reduction(
         name=name,
         forms=tuple(forms),
         dense=dense,
-        plan=_plan_buckets([forms[i].shape for i in dense], dtypes, options),
+        plan=plan,
         scale=1.0 / world().size if options.average else 1.0,
-        alg=alg,
-        shards=shards,
+        ranges=ranges,
+        range_of=range_of,
         compact=compact,
     )
+
+
+def _plan_ranges(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], ranges: Sequence[spec.Range], options: Options
+) -> tuple[fusion.Plan, tuple[int, ...]]:
+    """Buckets that hold tensors of one range each, range after range; and the range of each bucket."""
+    chosen = [spec.select(ranges, prod(shape)) for shape in shapes]
+    parts: list[tuple[fusion.Plan, list[int]]] = []
+    range_of: list[int] = []
+    for number in range(len(ranges)):
+        here = [i for i, index in enumerate(chosen) if index == number]
+        part = _plan_buckets([shapes[i] for i in here], [dtypes[i] for i in here], options)
+        parts.append((part, here))
+        range_of += [number] * len(part.buckets)
+    return fusion.join(parts), tuple(range_of)
 
 
 def _plan_buckets(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], options: Options) -> fusion.Plan:
@@ -133,22 +178,25 @@ def _reduce_tensors(reduction: Reduction, tensors: list[tf.Tensor]) -> list[tf.T
     # Divided before they are added, float16 sums stay within the range of the addends.
     before = 1.0 / world().size
     tensors = [tf.cast(t * before, tf.float16) if small else t for t, small in zip(tensors, half, strict=True)]
-    buffers: list[tf.Tensor | list[tf.Tensor]] = []
-    for number, (bucket, packed) in enumerate(
-        zip(reduction.plan.buckets, fusion.pack(reduction.plan, tensors), strict=True)
-    ):
-        name = f"{reduction.name}.{number}"
-        scale = 1.0 if reduction.compact and bucket.dtype == "float16" else reduction.scale
-        if bucket.kind == "group":
-            buffers.append(collectives.all_reduce_group(packed, name, scale))
-        else:
-            buffers.append(algorithms.all_reduce(packed, name, scale, reduction.alg, reduction.shards))
+    packed = fusion.pack(reduction.plan, tensors)
+    buffers = [_reduce_bucket(reduction, number, buffer) for number, buffer in enumerate(packed)]
     reduced = fusion.unpack(reduction.plan, buffers)
     after = 1.0 if reduction.scale != 1.0 or world().size == 1 else float(world().size)
     return [
         tf.cast(tensor, reduction.forms[index].dtype) * after if small else tensor
         for index, tensor, small in zip(reduction.dense, reduced, half, strict=True)
     ]
+
+
+def _reduce_bucket(
+    reduction: Reduction, number: int, packed: tf.Tensor | list[tf.Tensor]
+) -> tf.Tensor | list[tf.Tensor]:
+    bucket, part = reduction.plan.buckets[number], reduction.ranges[reduction.range_of[number]]
+    name = f"{reduction.name}.{number}"
+    scale = 1.0 if reduction.compact and bucket.dtype == "float16" else reduction.scale
+    if bucket.kind == "group":
+        return collectives.all_reduce_group(packed, name, scale)
+    return algorithms.all_reduce(packed, name, scale, part.alg, part.shards)
 
 
 def as_tensors(forms: Sequence[Form], indices: Sequence[int], gradients: Sequence[Gradient]) -> list[tf.Tensor]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hvdvars.options import MODES, OPTION_TABLE, RULES, Options, resolve
 
-READY = [mode for mode in MODES if mode not in ("distributed_all_reduce", "distributed_replicated")]
+READY = [mode for mode in MODES if mode != "distributed_replicated"]
+REQUIRED = {"distributed_all_reduce": {"all_reduce_spec": "pscpu:32K:xring"}}
 NAMES = [field.name for field in fields(Options)]
 DEFAULTS = Options()
 
@@ -37,19 +38,22 @@ def test_the_table_covers_every_option_and_mode():
 
 @pytest.mark.parametrize("mode", READY)
 def test_defaults(mode):
-    wanted = {**asdict(DEFAULTS), "all_reduce_spec": "collective" if mode == "collective_all_reduce" else None}
-    assert asdict(resolve(mode)) == wanted
-    assert resolve(mode, **dict.fromkeys(NAMES)) == resolve(mode)
-    assert resolve(mode, **asdict(DEFAULTS)) == resolve(mode)
-    json.dumps(asdict(resolve(mode)))
+    required = REQUIRED.get(mode, {})
+    given = {"all_reduce_spec": "collective"} if mode == "collective_all_reduce" else required
+    assert asdict(resolve(mode, **required)) == {**asdict(DEFAULTS), **given}
+    assert resolve(mode, **{**dict.fromkeys(NAMES), **required}) == resolve(mode, **required)
+    assert resolve(mode, **{**asdict(DEFAULTS), **required}) == resolve(mode, **required)
+    json.dumps(asdict(resolve(mode, **required)))
 
 
 @given(st.sampled_from(READY), st.sampled_from(NAMES), st.data())
 def test_valid_or_refused_as_the_table_says(mode, name, data):
     value = data.draw(other_values(name))
-    options = {name: value}
+    options = {**REQUIRED.get(mode, {}), name: value}
     if name == "agg_small_grads_max_group":
         options["agg_small_grads_max_bytes"] = 1024
+    if mode in REQUIRED and (name == "allreduce_merge_scope" or value == "group"):
+        options["all_reduce_spec"] = "xring:32K:nccl"
     reason = OPTION_TABLE[name][mode]
     if (mode, name, value) == ("parameter_server", "fusion", "group"):
         reason = "no groups for all-to-all"
@@ -59,7 +63,7 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
     with pytest.raises(ValueError) as caught:
         resolve(mode, **options)
     assert f"create({mode!r})" in str(caught.value)
-    if len(options) == 1:
+    if name != "agg_small_grads_max_group":
         assert name in str(caught.value) and repr(value) in str(caught.value) and reason in str(caught.value)
 
 
@@ -73,8 +77,8 @@ def test_the_modes_that_hold_an_option():
     def valid(name):
         return [mode for mode in READY if OPTION_TABLE[name][mode] is None]
 
-    all_reduce = ["replicated", "collective_all_reduce", "horovod"]
-    assert valid("all_reduce_spec") == ["replicated", "collective_all_reduce"]
+    all_reduce = ["replicated", "distributed_all_reduce", "collective_all_reduce", "horovod"]
+    assert valid("all_reduce_spec") == ["replicated", "distributed_all_reduce", "collective_all_reduce"]
     assert valid("placement") == valid("reduce_to_owner") == ["parameter_server"]
     assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
     assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
@@ -83,10 +87,26 @@ def test_the_modes_that_hold_an_option():
     assert valid("gradient_clip") == READY
 
 
-@pytest.mark.parametrize("mode", ["distributed_all_reduce", "distributed_replicated"])
-def test_later_modes_are_refused(mode):
-    with pytest.raises(ValueError, match=f"{mode}.*not part of this version"):
-        resolve(mode)
+def test_later_modes_are_refused():
+    with pytest.raises(ValueError, match="distributed_replicated.*not part of this version"):
+        resolve("distributed_replicated")
+
+
+def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
+    mode = "distributed_all_reduce"
+    for text in ("xring", "pscpu#2:4K:xring#3", "collective:1:psgpu:2G:nccl"):
+        assert resolve(mode, all_reduce_spec=text).all_reduce_spec == text
+    for options, fragment in [
+        ({}, "all_reduce_spec is required"),
+        ({"all_reduce_spec": "xring:4K:nccl#2"}, "drop '#2'"),
+        ({"all_reduce_spec": "xring:4K:pscpu", "fusion": "group"}, "Horovod groups"),
+        ({"all_reduce_spec": "xring#2:4K:nccl", "allreduce_merge_scope": 2}, "Horovod groups"),
+        ({"all_reduce_spec": "xring:4K:pscpu#2", "gradient_repacking": 2}, "in how many pieces"),
+        ({"all_reduce_spec": "xring:4K:xring", "placement": "elements"}, "no single owner"),
+    ]:
+        with pytest.raises(ValueError, match=mode) as caught:
+            resolve(mode, **options)
+        assert fragment in str(caught.value)
 
 
 @pytest.mark.parametrize(

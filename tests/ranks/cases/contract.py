@@ -17,6 +17,7 @@ MODES = {
 }
 MORE = {
     "replicated": ("replicated", {}),
+    "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring"}),
     "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
     "group": ("horovod", {"fusion": "group"}),
     "pack": ("horovod", {"fusion": "pack"}),

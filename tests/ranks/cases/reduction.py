@@ -19,6 +19,7 @@ MODES = {
     "xring2": ("replicated", {"all_reduce_spec": "xring#2"}),
     "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
     "psgpu": ("replicated", {"all_reduce_spec": "psgpu"}),
+    "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring#2:100:collective"}),
     "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
     "owners": ("parameter_server", {}),
     "elements": ("parameter_server", {"placement": "elements"}),

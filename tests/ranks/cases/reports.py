@@ -21,6 +21,8 @@ MODES = {
     "compact": ("horovod", {"compact_gradient_transfer": True}),
     "xring2": ("replicated", {"all_reduce_spec": "xring#2"}),
     "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
+    "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring#2:100:collective#3"}),
+    "hybrid-none": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring#2", "fusion": "none"}),
     "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
     "sparse": ("horovod", {"sparse": "sparse"}),
     "verify": ("horovod", {"verify_every": 2}),
@@ -38,6 +40,7 @@ MODES = {
 CLASSES = {
     "horovod": "VariableMgrHorovod",
     "replicated": "VariableMgrLocalReplicated",
+    "distributed_all_reduce": "VariableMgrDistributedAllReduce",
     "collective_all_reduce": "VariableMgrCollectiveAllReduce",
     "parameter_server": "VariableMgrLocalFetchFromPS",
     "independent": "VariableMgrIndependent",
@@ -58,7 +61,10 @@ def traced(mgr, optimizer, double="float64"):
     return step.get_concrete_function(tf.constant(1.0)), variables
 
 
-FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
+FEW = {
+    name: MODES[name]
+    for name in ("horovod", "hybrid", "compact", "variables-auto-auto", "elements-auto-auto", "independent")
+}
 
 
 @widely(MODES, FEW)
@@ -105,6 +111,19 @@ def it_is_plain_data_about_what_runs(world, mode):
         assert trained <= sum(everywhere) <= slots, (everywhere, slots)
     else:
         assert everywhere == [slots] * world.size, (everywhere, slots)
+
+
+@case(params={name: MODES[name] for name in ("hybrid", "hybrid-none")})
+def each_range_of_a_spec_is_reported(world, mode):
+    name, options = mode
+    mgr = hv.create(name, sparse="dense", **options)
+    traced(mgr, keras.optimizers.SGD(0.1))
+    (plan,) = mgr.report()["plans"]
+    ranges = plan["ranges"]
+    assert [part["limit"] for part in ranges] == ([8, 100, None] if len(ranges) == 3 else [8, None])
+    assert [part["tensors"] for part in ranges] == ([3, 4, 1] if len(ranges) == 3 else [3, 5])
+    assert sum(part["bytes"] for part in ranges) == plan["bytes_per_step"] or world.size == 1
+    assert sum(part["collectives"] for part in ranges) == plan["collectives_per_step"]
 
 
 @case(sizes=(2, 3, 4))
