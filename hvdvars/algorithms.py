@@ -5,13 +5,15 @@ Every function sums a flat buffer over all ranks; `scale` multiplies the sum (1 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import tensorflow as tf
 
 from hvdvars import collectives
 from hvdvars.placement import split_evenly
-from hvdvars.session import world
+from hvdvars.session import Group, everyone, world
 
 WAYS = ("all_to_all", "reduce_scatter", "all_reduce")
 """The ways that gradients reach their owner."""
@@ -21,10 +23,12 @@ def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int
     """The summed buffer, the same on every rank. Collective: every rank of the group calls it in the same order.
 
     `alg` is `xring`, `nccl` or `collective` (one ring each on 1/`shards` of the buffer), or `pscpu`/`psgpu`: the
-    buffer in `shards` pieces, owned round robin, moved to their owners, summed there and gathered.
+    buffer in `shards` pieces, owned round robin, moved to their owners, summed there and gathered; `pscpu` on the CPU,
+    `psgpu` where the buffer is.
     """
     if alg in ("pscpu", "psgpu"):
-        return _shuffle(buffer, name, scale, shards)
+        with device_of(alg):
+            return shuffle(buffer, name, scale, shards, everyone())
     if shards == 1:
         return collectives.all_reduce(buffer, name, scale)
     pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
@@ -43,20 +47,44 @@ def count(alg: str, shards: int, elements: int) -> int:
     return 1 if alg == "collective" else min(shards, elements)
 
 
-def _shuffle(buffer: tf.Tensor, name: str, scale: float, shards: int) -> tf.Tensor:
-    """Pieces 0..shards-1 go to ranks 0, 1, … round robin."""
-    ranks = world().size
+def device_of(alg: str) -> AbstractContextManager[Any]:
+    """The scope of TensorFlow devices in which an algorithm works: `pscpu` sums up on the CPU. Local."""
+    # Not tf.device(None), which would undo the scopes around it.
+    return tf.device("/CPU:0") if alg == "pscpu" else nullcontext()
+
+
+def shuffle(
+    buffer: tf.Tensor,
+    name: str,
+    scale: float,
+    shards: int,
+    group: Group,
+    between: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+) -> tf.Tensor:
+    """The flat buffer summed over the group, in pieces 0 to `shards` - 1 that belong to its ranks round robin.
+
+    `between` is given this rank's pieces of the sum times `scale`, as one flat tensor, and returns what is gathered in
+    their place. Collective: every rank of the group calls it in the same order.
+    """
+    if group.size == 1:
+        return between(collectives.all_reduce(buffer, name, scale, group))
     pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
-    order = sorted(range(shards), key=lambda k: (k % ranks, k))
-    counts = [0] * ranks
+    order = sorted(range(shards), key=lambda k: (k % group.size, k))
+    counts = [0] * group.size
     for k, piece in enumerate(pieces):
-        counts[k % ranks] += piece.shape[0]
+        counts[k % group.size] += piece.shape[0]
     moved = pieces[0] if shards == 1 else tf.concat([pieces[k] for k in order], 0)
-    whole = gather_parts(reduce_parts(moved, counts, name, scale, "all_to_all"), counts, name)
-    if shards <= ranks:
+    mine = between(_move_and_sum(moved, counts, name, scale, group))
+    whole = gather_parts(mine, counts, name, group)
+    if shards <= group.size:
         return whole
     back = tf.split(whole, [pieces[k].shape[0] for k in order])
     return tf.concat([back[order.index(k)] for k in range(shards)], 0)
+
+
+def _move_and_sum(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, group: Group) -> tf.Tensor:
+    received = collectives.all_to_all(buffer, parts, f"{name}.shards", group)
+    return _sum(tf.split(received, [parts[group.place]] * group.size), scale)
 
 
 def reduce_parts(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, way: str) -> tf.Tensor:
@@ -75,8 +103,7 @@ def reduce_parts(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: floa
         largest = max(parts)
         padded = [tf.pad(piece, [[0, largest - piece.shape[0]]]) for piece in tf.split(buffer, list(parts))]
         return collectives.reduce_scatter(tf.concat(padded, 0), name, scale)[: parts[rank]]
-    received = tf.split(collectives.all_to_all(buffer, parts, f"{name}.shards"), [parts[rank]] * ranks)
-    return _sum(received, scale)
+    return _move_and_sum(buffer, parts, name, scale, everyone())
 
 
 def _sum(parts: Sequence[tf.Tensor], scale: float) -> tf.Tensor:
@@ -89,9 +116,9 @@ def _sum(parts: Sequence[tf.Tensor], scale: float) -> tf.Tensor:
     return tf.cast(total if scale == 1.0 else total * tf.cast(scale, wide), dtype)
 
 
-def gather_parts(part: tf.Tensor, parts: Sequence[int], name: str) -> tf.Tensor:
-    """The whole buffer on every rank, from each rank's part of `parts[rank]` elements.
+def gather_parts(part: tf.Tensor, parts: Sequence[int], name: str, group: Group | None = None) -> tf.Tensor:
+    """The whole buffer on every rank of `group` (None: all), from each rank's part of `parts[rank]` elements.
 
     Collective: every rank of the group calls it in the same order.
     """
-    return tf.ensure_shape(collectives.all_gather(part, f"{name}.whole"), [sum(parts)])
+    return tf.ensure_shape(collectives.all_gather(part, f"{name}.whole", group), [sum(parts)])

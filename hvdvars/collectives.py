@@ -8,6 +8,7 @@ ignores the names of eager calls and would add up whatever comes first.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdvars import launchenv, session, wire
-from hvdvars.session import World, world
+from hvdvars.session import Group, World, everyone, world
 
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
@@ -37,7 +38,9 @@ def init() -> None:
     launchenv.prepare_environment(launcher)
     session.keep_memory()
     mpi = None if launcher.name == "horovodrun-gloo" else session.start_mpi()
-    hvd.init()
+    # Gloo cannot start twice beside one rendezvous, so that process sets must be possible from the beginning. It costs
+    # an exchange per cycle of Horovod's, and is left out where there is but one node and nothing to be made.
+    hvd.init(process_sets="dynamic" if mpi is None and launchenv.spans_nodes(launcher) else None)
     launchenv.refuse_split_world(launcher, hvd.size())
     nodes, masks = _look_around(mpi)
     session.pin_gpu(hvd.local_rank())
@@ -67,13 +70,32 @@ def is_initialized() -> bool:
     return session.is_started()
 
 
+def make_groups(sets: Sequence[Sequence[int]]) -> list[Group]:
+    """Make process sets of these ranks, each set ascending and none twice; sets of all ranks or of one need none.
+
+    Collective: every rank calls it at the same place with the same sets, once in a world, outside of graphs and while
+    nothing else is being sent: under MPI Horovod is started anew, which takes some milliseconds.
+    """
+    needed = [tuple(ranks) for ranks in sets if 1 < len(ranks) < world().size]
+    made = [hvd.ProcessSet(list(ranks)) for ranks in needed]
+    if made and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+        for one in made:
+            hvd.add_process_set(one)
+    elif made:
+        # Sets that are known at the start cost nothing later; adding them would take an exchange in every cycle.
+        hvd.shutdown()
+        hvd.init(process_sets=made)
+    numbers = {ranks: one.process_set_id for ranks, one in zip(needed, made, strict=True)}
+    return [Group(tuple(ranks), numbers.get(tuple(ranks), 0)) for ranks in sets]
+
+
 def nccl_built() -> bool:
     """Whether this Horovod was built with NCCL. Local."""
     return bool(hvd.nccl_built())
 
 
-def all_reduce(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
-    """Sum `tensor` over all ranks and multiply the sum by `scale`.
+def all_reduce(tensor: tf.Tensor, name: str, scale: float = 1.0, group: Group | None = None) -> tf.Tensor:
+    """Sum `tensor` over the ranks of `group` (None: all) and multiply the sum by `scale`.
 
     Collective: every rank of the group calls it in the same order. Shape and dtype are equal on all ranks and are those
     of the result, which is bit-equal on all ranks.
@@ -81,11 +103,13 @@ def all_reduce(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
     Raises:
         TypeError: bool and string tensors have no sum; integers have no exact scaled sum.
     """
-    return all_reduce_group([tensor], name, scale)[0]
+    return all_reduce_group([tensor], name, scale, group)[0]
 
 
-def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0) -> list[tf.Tensor]:
-    """Sum each tensor over all ranks, as one Horovod group: all of them travel together or not at all.
+def all_reduce_group(
+    tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0, group: Group | None = None
+) -> list[tf.Tensor]:
+    """Sum each tensor over the ranks of `group` (None: all), as one Horovod group: they travel together or not at all.
 
     Collective: every rank of the group calls it in the same order. The results are in the order of `tensors`, of which
     all have one dtype.
@@ -96,20 +120,21 @@ def all_reduce_group(tensors: Sequence[tf.Tensor], name: str, scale: float = 1.0
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     dtype = _one_dtype("all_reduce", tensors, name)
     carrier = wire.reduction_type("all_reduce", dtype, name, scale)
+    members = group or everyone()
 
     def communicate(name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:
         sent = [wire.to_wire(tensor, carrier) for tensor in tensors]
         operation = "allreduce" if len(sent) == 1 else "grouped_allreduce"
-        received = _operate(operation, sent, name, **_sum(scale))
+        received = _operate(operation, sent, name, members, **_sum(scale))
         return [wire.from_wire(summed, dtype, tensor) for summed, tensor in zip(received, tensors, strict=True)]
 
-    if world().size == 1:
+    if members.size == 1:
         return [_scaled(tensor, scale) for tensor in tensors]
-    return _call(f"all_reduce:{scale}", communicate, name, *tensors)
+    return _call(f"all_reduce:{members.number}:{scale}", communicate, name, *tensors)
 
 
-def all_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Join the ranks' tensors along the first dimension, in rank order.
+def all_gather(tensor: tf.Tensor, name: str, group: Group | None = None) -> tf.Tensor:
+    """Join the tensors of the ranks of `group` (None: all) along the first dimension, in rank order.
 
     Collective: every rank of the group calls it in the same order. The first dimension may differ between ranks, the
     others and the dtype may not. A scalar counts as a vector of one element.
@@ -121,14 +146,15 @@ def all_gather(tensor: tf.Tensor, name: str) -> tf.Tensor:
     if tensor.shape.rank == 0:
         tensor = tf.reshape(tensor, [1])
     dtype, carrier = tensor.dtype, wire.transfer_type("all_gather", tensor.dtype, name)
+    members = group or everyone()
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
-        (gathered,) = _operate("allgather", [wire.to_bits(tensor, carrier)], name)
+        (gathered,) = _operate("allgather", [wire.to_bits(tensor, carrier)], name, members)
         return [wire.from_bits(gathered, dtype)]
 
-    if world().size == 1:
+    if members.size == 1:
         return tf.identity(tensor)
-    return _call("all_gather", communicate, name, tensor)[0]
+    return _call(f"all_gather:{members.number}", communicate, name, tensor)[0]
 
 
 def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
@@ -154,32 +180,33 @@ def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
     return _call(f"broadcast:{root}", communicate, name, tensor)[0]
 
 
-def all_to_all(tensor: tf.Tensor, splits: Sequence[int], name: str) -> tf.Tensor:
+def all_to_all(tensor: tf.Tensor, splits: Sequence[int], name: str, group: Group | None = None) -> tf.Tensor:
     """Send `splits[r]` elements along the first dimension to rank r; receive what the others send here, in rank order.
 
-    Collective: every rank of the group calls it in the same order. `splits` has one entry per rank and sums to the
-    first dimension.
+    Collective: every rank of the group calls it in the same order. `splits` has one entry per rank of `group` (None:
+    all) and sums to the first dimension.
 
     Raises:
         ValueError: `splits` does not have one entry per rank.
         TypeError: the dtype cannot be sent.
     """
     tensor = tf.convert_to_tensor(tensor)
-    if len(splits) != world().size:
+    members = group or everyone()
+    if len(splits) != members.size:
         raise ValueError(
             f"all_to_all: '{name}' has {len(splits)} splits on rank {world().rank}, expected one for each of "
-            f"{world().size} ranks."
+            f"{members.size} ranks."
         )
     dtype, carrier = tensor.dtype, wire.transfer_type("all_to_all", tensor.dtype, name)
 
     def communicate(name: str, tensor: tf.Tensor) -> list[tf.Tensor]:
         counts = tf.constant(list(splits), tf.int32)
-        received, _ = _operate("alltoall", [wire.to_bits(tensor, carrier)], name, splits=counts)
+        received, _ = _operate("alltoall", [wire.to_bits(tensor, carrier)], name, members, splits=counts)
         return [wire.from_bits(received, dtype)]
 
-    if world().size == 1:
+    if members.size == 1:
         return tf.identity(tensor)
-    return _call(f"all_to_all:{tuple(splits)}", communicate, name, tensor)[0]
+    return _call(f"all_to_all:{members.number}:{tuple(splits)}", communicate, name, tensor)[0]
 
 
 def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tensor:
@@ -228,7 +255,9 @@ def _look_around(mpi: Any) -> tuple[int, list[list[int]]]:
     return sum(local == 0 for _, local, _ in found), [mask for _, mask in here]
 
 
-def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: Any) -> list[tf.Tensor]:
+def _operate(
+    operation: str, tensors: list[tf.Tensor], name: str, group: Group | None = None, **attributes: Any
+) -> list[tf.Tensor]:
     """One of Horovod's operations in a graph, where it runs once a step on every rank, whatever is optimized there.
 
     TensorFlow takes these operations for pure functions. It would run one on constants while it optimizes the graph,
@@ -236,7 +265,7 @@ def _operate(operation: str, tensors: list[tf.Tensor], name: str, **attributes: 
     the occasion, the others wait for it for ever.
     """
     # Scopes are ignored so that a rank that traces again keeps the names.
-    common = {"name": _unique(name), "ignore_name_scope": True, "process_set_id": 0}
+    common = {"name": _unique(name), "ignore_name_scope": True, "process_set_id": group.number if group else 0}
     _take_order(name)
     held = [_held(tensor) for tensor in tensors]
     several = operation.startswith("grouped_")

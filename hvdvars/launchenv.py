@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,16 @@ def prepare_environment(launcher: Launcher, environ: MutableMapping[str, str] = 
         wanted.update({name: value for name, value in TRANSPORT_DEFAULTS.items() if name not in environ})
     environ.update(wanted)
     return wanted
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of this process's node: what the launcher calls it, or else the machine's own. Local."""
+    return environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def spans_nodes(launcher: Launcher) -> bool:
+    """Whether the launcher says that not all ranks are on this node; all ranks give the same answer. Local."""
+    return None not in (launcher.local_size, launcher.size) and launcher.local_size != launcher.size
 
 
 def allowed_cpus() -> list[int]:

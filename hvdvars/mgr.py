@@ -13,7 +13,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import agreement, broadcast, check, collectives, guard, meeting, optimizer, options, owner, reduce, relay
+from hvdvars import (
+    agreement,
+    broadcast,
+    check,
+    collectives,
+    guard,
+    hierarchy,
+    meeting,
+    optimizer,
+    options,
+    owner,
+    reduce,
+    relay,
+    spec,
+)
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started, world
@@ -305,7 +319,7 @@ class VariableMgrHorovod(VariableMgr):
 
 
 class VariableMgrLocalReplicated(VariableMgrHorovod):
-    """As `horovod`, with the all-reduce that a single-range spec names."""
+    """As `horovod`, with the all-reduce that a single-range spec names, in one stage or inside and across nodes."""
 
     mode = "replicated"
 
@@ -404,6 +418,8 @@ def create(mode: str, **given: Any) -> VariableMgr:
     """The manager of a mode, by its name; see `hvdvars.options` for the modes and what each option means.
 
     Local, but every rank creates the same managers in the same order: their numbers are part of the names on the wire.
+    Collective where the spec names an algorithm in two stages (`nccl/xring`, …): the first such call makes the process
+    sets of the nodes, outside of graphs and while nothing else is being sent.
 
     Raises:
         ValueError: there is no such mode, or an option has a wrong value or means nothing in this mode.
@@ -412,13 +428,18 @@ def create(mode: str, **given: Any) -> VariableMgr:
     """
     chosen = options.resolve(mode, **given)
     place = require_started("create")
-    if chosen.all_reduce_spec and "nccl" in chosen.all_reduce_spec and not collectives.nccl_built():
+    algs = [part.alg for part in spec.parse(chosen.all_reduce_spec)] if chosen.all_reduce_spec else []
+    nccl = [alg for alg in algs if alg.startswith("nccl")]
+    if nccl and not chosen.allow_cpu and not collectives.nccl_built():
         raise RuntimeError(
-            f"create: all_reduce_spec={chosen.all_reduce_spec!r} needs NCCL, which this Horovod was built without. "
-            "Build it with NCCL=1 scripts/setup.sh, or use 'xring'."
+            f"create: {nccl[0]!r} of all_reduce_spec={chosen.all_reduce_spec!r} needs NCCL, which this Horovod was "
+            "built without. Build it with NCCL=1 scripts/setup.sh, use the CPU transport with allow_cpu=True, or name "
+            "another algorithm, such as 'xring'."
         )
     if chosen.horovod_device == "gpu" and not tf.config.list_logical_devices("GPU"):
         raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out or use 'cpu'.")
+    if any(alg in spec.HIERARCHICAL for alg in algs):
+        hierarchy.establish()
     if mode == "parameter_server" and place.nodes > 1:
         return VariableMgrDistributedFetchFromPS(chosen)
     return _CLASSES[mode](chosen)

@@ -33,6 +33,7 @@ class Options:
 
     average: bool = True
     all_reduce_spec: str | None = None
+    allow_cpu: bool = False
     agg_small_grads_max_bytes: int | None = None
     agg_small_grads_max_group: int | None = None
     allreduce_merge_scope: int | None = None
@@ -74,6 +75,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "average": Rule(bool, "mean over all replicas; off: their sum"),
     "all_reduce_spec": Rule(str, "all-reduce algorithm, such as xring#2 (see the grammar)"),
+    "allow_cpu": Rule(bool, "nccl in a spec uses the CPU transport where Horovod was built without NCCL"),
     "agg_small_grads_max_bytes": Rule(
         int, "pack gradients of at most this many bytes into shared buffers", minimum=1, zero_is_off=True
     ),
@@ -132,6 +134,9 @@ def _refusals(name: str) -> dict[str, str]:
     if name == "stall_seconds":
         here = f"set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init; a limit of each manager's own is {_LATER}"
         return dict.fromkeys(MODES, here)
+    if name == "allow_cpu":
+        here = "only the nccl algorithms of an all_reduce_spec ask for NCCL"
+        return dict.fromkeys(set(MODES) - {"replicated", "distributed_all_reduce"}, here)
     if name == "all_reduce_spec":
         return {"independent": _NO_REDUCE, **_NO_SPEC}
     if name in ("placement", "reduce_to_owner"):
@@ -178,6 +183,7 @@ def resolve(mode: str, **options: Any) -> Options:
         given[name] = value
     _check_contradictions(mode, given)
     _check_spec(mode, given)
+    _check_nccl(mode, given)
     _check_owners(mode, given)
     if mode == "collective_all_reduce":
         given.setdefault("all_reduce_spec", "collective")
@@ -276,19 +282,28 @@ def _check_spec(mode: str, given: Mapping[str, Any]) -> None:
         )
     for part in ranges:
         _check_range(mode, where, part, given)
+    algs = [part.alg for part in ranges]
+    if given.get("horovod_device") == "gpu" and all(alg.startswith("pscpu") for alg in algs):
+        raise ValueError(f"{where} and horovod_device='gpu' contradict each other: pscpu works on the CPU; use psgpu")
+
+
+def _check_nccl(mode: str, given: Mapping[str, Any]) -> None:
+    if "allow_cpu" in given and "nccl" not in given.get("all_reduce_spec", ""):
+        raise ValueError(
+            f"create({mode!r}): option allow_cpu={given['allow_cpu']!r} has no effect without an nccl algorithm in "
+            "all_reduce_spec; leave it out"
+        )
 
 
 def _check_range(mode: str, where: str, part: spec.Range, given: Mapping[str, Any]) -> None:
     alg, shards = part.alg, part.shards
     grouped = given.get("fusion") == "group" or "allreduce_merge_scope" in given
-    if grouped and (shards > 1 or alg in ("pscpu", "psgpu")):
+    if grouped and (shards > 1 or alg in ("pscpu", "psgpu", *spec.HIERARCHICAL)):
         raise ValueError(f"{where} and Horovod groups (fusion='group', allreduce_merge_scope) contradict each other")
     if "gradient_repacking" in given and shards > 1:
         raise ValueError(f"{where} and gradient_repacking contradict each other: each says in how many pieces")
     if mode == "collective_all_reduce" and alg != "collective":
         raise ValueError(f"{where} must be 'collective' or 'collective#k' in this mode; got {alg!r}; use replicated")
-    if alg in spec.HIERARCHICAL:
-        ready = ", ".join(name for name in spec.ALGORITHMS if name not in spec.HIERARCHICAL)
-        raise ValueError(f"{where}: the two-stage algorithm {alg!r} is {_LATER}; use one of {ready}")
-    if shards > 1 and alg not in spec.SHARDED:
-        raise ValueError(f"{where}: {alg!r} works on whole tensors; drop '#{shards}'")
+    if alg not in spec.SHARDED and (shards > 1 or (alg in spec.HIERARCHICAL and "gradient_repacking" in given)):
+        what = f"drop '#{shards}'" if shards > 1 else "leave out gradient_repacking"
+        raise ValueError(f"{where}: {alg!r} works on whole tensors; {what}")

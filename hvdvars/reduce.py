@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import algorithms, collectives, fusion, sparse, spec
+from hvdvars import collectives, fusion, hierarchy, sparse, spec
 from hvdvars.options import Options
 from hvdvars.session import world
 from hvdvars.types import Gradient
@@ -66,6 +66,7 @@ class Reduction:
             rows.append(
                 {
                     "alg": part.alg,
+                    "runs_as": hierarchy.runs_as(part.alg),
                     "shards": part.shards,
                     "limit": part.limit,
                     "tensors": sum(len(bucket.places) for bucket in buckets),
@@ -81,7 +82,7 @@ class Reduction:
     def _collectives(self, bucket: fusion.Bucket, index: int) -> int:
         if bucket.kind == "group":
             return 1
-        return algorithms.count(self.ranges[index].alg, self.ranges[index].shards, bucket.size)
+        return hierarchy.count(self.ranges[index].alg, self.ranges[index].shards, bucket.size)
 
 
 def choose_form(kinds: Sequence[str], rows: Sequence[int | None], form: Form, option: str, index_bytes: int) -> str:
@@ -196,7 +197,7 @@ def _reduce_bucket(
     scale = 1.0 if reduction.compact and bucket.dtype == "float16" else reduction.scale
     if bucket.kind == "group":
         return collectives.all_reduce_group(packed, name, scale)
-    return algorithms.all_reduce(packed, name, scale, part.alg, part.shards)
+    return hierarchy.all_reduce(packed, name, scale, part.alg, part.shards)
 
 
 def as_tensors(forms: Sequence[Form], indices: Sequence[int], gradients: Sequence[Gradient]) -> list[tf.Tensor]:

@@ -35,6 +35,24 @@ class World:
     """What carries CPU tensors: `MPI` or `Gloo`; `NCCL` where the build moves GPU tensors with it."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of the world, ascending, and the number of the Horovod process set that joins them (0: all ranks)."""
+
+    ranks: tuple[int, ...]
+    number: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """This process's number within the group, from 0."""
+        return self.ranks.index(world().rank)
+
+
 _current: World | None = None
 
 
@@ -68,6 +86,11 @@ def require_started(function: str) -> World:
 def world() -> World:
     """The world that `hvdvars.init` joined. Local. Raises RuntimeError before `hvdvars.init`."""
     return require_started("world")
+
+
+def everyone() -> Group:
+    """All ranks. Local. Raises RuntimeError before `hvdvars.init`."""
+    return Group(tuple(range(world().size)))
 
 
 def rank() -> int:

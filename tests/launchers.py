@@ -1,4 +1,7 @@
-"""Start a program on several ranks the way users do: mpirun, horovodrun with MPI or with Gloo, or no launcher."""
+"""Start a program on several ranks the way users do: mpirun, horovodrun with MPI or with Gloo, or no launcher.
+
+Or on nodes that this machine only plays.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _FOREIGN = re.compile(r"(OMPI|PMIX?|HYDRA?|HOROVOD|SLURM|MPI)_|OPAL_PREFIX|TF_CO
 
 @dataclass(frozen=True)
 class Launch:
-    """`how` is `mpi` (mpirun), `gloo` (horovodrun --gloo), `horovodrun` (with MPI) or `bare`."""
+    """`how` is `mpi` (mpirun), `gloo` (horovodrun --gloo), `horovodrun` (with MPI), `bare`, or nodes such as `3+2`."""
 
     how: str
     size: int
@@ -71,6 +74,8 @@ def command(launch: Launch, program: list[str]) -> list[str]:
     count = ["-np", str(launch.size)]
     if launch.how == "bare":
         return program
+    if "+" in launch.how:
+        return [sys.executable, str(Path(__file__).with_name("node_layout.py")), launch.how, *program]
     if launch.how == "gloo":
         return [find("horovodrun"), "--gloo", *count, *program]
     if launch.how == "horovodrun":

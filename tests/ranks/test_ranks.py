@@ -22,6 +22,7 @@ LAUNCHES = [
     *(Launch("gloo", size) for size in (1, 2, 3, 4)),
     Launch("horovodrun", 2),
     Launch("bare", 1),
+    *(Launch(layout, sum(map(int, layout.split("+")))) for layout in cases.LAYOUTS),
 ]
 LIMIT = 900
 """Seconds for one launch; a case that hangs is found long before, by the rank itself."""

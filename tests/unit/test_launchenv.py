@@ -1,4 +1,5 @@
 import os
+import socket
 import sys
 
 import pytest
@@ -232,3 +233,29 @@ def test_a_whole_world_is_not_refused():
     refuse_split_world(detect({}), 1)
     refuse_split_world(detect(BATCH), 1)
     refuse_split_world(detect({"PMI_RANK": "0", "PMI_SIZE": "1"}), 1)
+
+
+def test_a_rank_of_a_node_that_gloo_was_told_about():
+    environ = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "5",
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_HOSTNAME": "node1",
+    }
+    found = launchenv.detect(environ)
+    assert (found.name, found.rank, found.size) == ("horovodrun-gloo", 3, 5)
+    assert launchenv.spans_nodes(found) and launchenv.host_name(environ) == "node1"
+
+
+@pytest.mark.parametrize(
+    ("size", "local_size", "several"),
+    [(4, 4, False), (4, 2, True), (4, 1, True), (4, None, False), (None, None, False)],
+)
+def test_whether_a_launcher_spans_nodes(size, local_size, several):
+    assert launchenv.spans_nodes(launchenv.Launcher("mpirun", 0, size, 0, local_size)) is several
+
+
+def test_a_node_is_called_by_the_machine_unless_the_launcher_says_otherwise():
+    assert launchenv.host_name({}) == launchenv.host_name({"HOROVOD_HOSTNAME": ""}) == socket.gethostname()

@@ -13,9 +13,22 @@ PACKAGE = ROOT / "hvdvars"
 # Lowest first. A file may import from the rows before its own. Folders of the package count as one.
 LAYERS = [
     ["types"],
-    ["check", "fusion", "sparse", "placement", "spec", "scaling", "options", "launchenv", "optimizer", "snapshot"],
+    [
+        "check",
+        "fusion",
+        "sparse",
+        "placement",
+        "spec",
+        "scaling",
+        "options",
+        "launchenv",
+        "optimizer",
+        "snapshot",
+        "layout",
+        "halving",
+    ],
     ["session", "wire", "collectives"],
-    ["algorithms", "broadcast", "meeting", "guard", "staging", "relay", "slots"],
+    ["algorithms", "hierarchy", "broadcast", "meeting", "guard", "staging", "relay", "slots"],
     ["reduce", "agreement", "owner", "holding"],
     ["mgr", "checkpoint", "restoring"],
     ["distribute"],
@@ -31,6 +44,8 @@ BESIDE = {
     ("collectives", "session"),
     ("collectives", "wire"),
     ("guard", "meeting"),
+    ("hierarchy", "algorithms"),
+    ("hierarchy", "meeting"),
     ("relay", "meeting"),
     ("agreement", "reduce"),
     ("owner", "reduce"),
@@ -101,7 +116,7 @@ def test_only_collectives_imports_horovod():
     assert importers_of("horovod.keras") | importers_of("horovod.torch") == set()
 
 
-@pytest.mark.parametrize("name", ["options", "spec", "placement", "launchenv"])
+@pytest.mark.parametrize("name", ["options", "spec", "placement", "launchenv", "layout", "halving"])
 def test_pure_files_name_no_heavy_package(name):
     path = PACKAGE / f"{name}.py"
     if path.exists():
@@ -111,7 +126,9 @@ def test_pure_files_name_no_heavy_package(name):
 
 def test_light_imports_load_nothing_heavy():
     light = [
-        name for name in ("types", "options", "spec", "placement", "launchenv") if (PACKAGE / f"{name}.py").exists()
+        name
+        for name in ("types", "options", "spec", "placement", "launchenv", "layout", "halving")
+        if (PACKAGE / f"{name}.py").exists()
     ]
     code = "import importlib, sys, hvdvars\n" + "".join(
         f"importlib.import_module('hvdvars.{name}')\n" for name in light

@@ -52,6 +52,8 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
     options = {**REQUIRED.get(mode, {}), name: value}
     if name == "agg_small_grads_max_group":
         options["agg_small_grads_max_bytes"] = 1024
+    if name == "allow_cpu" and OPTION_TABLE[name][mode] is None:
+        options["all_reduce_spec"] = "nccl"
     if mode in REQUIRED and (name == "allreduce_merge_scope" or value == "group"):
         options["all_reduce_spec"] = "xring:32K:nccl"
     reason = OPTION_TABLE[name][mode]
@@ -184,6 +186,8 @@ def test_two_ways_to_choose_buckets_contradict():
 
 def test_all_reduce_spec():
     assert resolve("replicated", all_reduce_spec="pscpu#3").all_reduce_spec == "pscpu#3"
+    assert resolve("replicated", all_reduce_spec="pscpu/pscpu#2").all_reduce_spec == "pscpu/pscpu#2"
+    assert resolve("replicated", all_reduce_spec="nccl/rechd", allow_cpu=True).allow_cpu
     assert resolve("replicated", all_reduce_spec="nccl").all_reduce_spec == "nccl"
     assert resolve("collective_all_reduce", all_reduce_spec="collective#2").all_reduce_spec == "collective#2"
     for mode, text, fragment in [
@@ -191,14 +195,27 @@ def test_all_reduce_spec():
         ("replicated", "xrng", "did you mean 'xring'"),
         ("replicated", "", "empty"),
         ("replicated", "nccl#2", "drop '#2'"),
-        ("replicated", "nccl/rechd", "not part of this version"),
-        ("replicated", "pscpu/pscpu#2", "not part of this version"),
+        ("replicated", "nccl/rechd#2", "drop '#2'"),
         ("collective_all_reduce", "xring", "collective#k"),
         ("collective_all_reduce", "collective:1M:collective", "one range"),
     ]:
         with pytest.raises(ValueError, match="all_reduce_spec") as caught:
             resolve(mode, all_reduce_spec=text)
         assert fragment in str(caught.value) and repr(text) in str(caught.value)
+
+
+def test_what_contradicts_an_algorithm():
+    for options, fragment in [
+        ({"all_reduce_spec": "xring", "allow_cpu": True}, "no effect without an nccl algorithm"),
+        ({"allow_cpu": True}, "no effect without an nccl algorithm"),
+        ({"all_reduce_spec": "pscpu/pscpu", "horovod_device": "gpu"}, "use psgpu"),
+        ({"all_reduce_spec": "nccl/xring", "fusion": "group"}, "Horovod groups"),
+        ({"all_reduce_spec": "nccl/pscpu", "gradient_repacking": 2}, "leave out gradient_repacking"),
+    ]:
+        with pytest.raises(ValueError, match=r"create\('replicated'\)") as caught:
+            resolve("replicated", **options)
+        assert fragment in str(caught.value)
+    assert resolve("replicated", all_reduce_spec="pscpu/pscpu", gradient_repacking=2).gradient_repacking == 2
 
 
 def test_numpy_values_become_plain():

@@ -58,8 +58,16 @@ def test_groups_hold_tensors_of_one_range():
 def test_the_report_of_the_ranges():
     rows = planned("pscpu#3:10:xring", [5, 50, 0, 60_000]).report_ranges()
     assert rows == [
-        {"alg": "pscpu", "shards": 3, "limit": 10, "tensors": 1, "bytes": 20, "collectives": 2},
-        {"alg": "xring", "shards": 1, "limit": None, "tensors": 2, "bytes": 240_200, "collectives": 2},
+        {"alg": "pscpu", "runs_as": "pscpu", "shards": 3, "limit": 10, "tensors": 1, "bytes": 20, "collectives": 2},
+        {
+            "alg": "xring",
+            "runs_as": "xring",
+            "shards": 1,
+            "limit": None,
+            "tensors": 2,
+            "bytes": 240_200,
+            "collectives": 2,
+        },
     ]
 
 

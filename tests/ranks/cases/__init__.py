@@ -21,6 +21,7 @@ MODULES = (
     "contract",
     "kinds",
     "reports",
+    "algorithms",
     "checkpoints",
     "restart",
 )
@@ -61,6 +62,8 @@ class World:
 
 
 ALL: list[Case] = []
+LAYOUTS = ("2+2", "3+2", "1+1+1+1")
+"""Launches with Gloo on this machine whose ranks believe to be on several nodes, of so many ranks each."""
 EVERYWHERE = ("mpi", "gloo", "horovodrun", "bare")
 
 

@@ -19,5 +19,6 @@ def the_world_can_be_left_and_joined_again(world):
     hv.init()
     assert (hv.rank(), hv.size()) == place
     variable = tf.Variable([0.0])
-    mgr = hv.create("horovod", average=False)
-    close(mgr.reduce([tf.constant([world.rank + 1.0])], [variable])[0], [sum_of_ranks(world.size)])
+    for mode, spec in [("horovod", None), ("replicated", "pscpu/pscpu")]:
+        mgr = hv.create(mode, all_reduce_spec=spec, average=False)
+        close(mgr.reduce([tf.constant([world.rank + 1.0])], [variable])[0], [sum_of_ranks(world.size)])
