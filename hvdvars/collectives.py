@@ -38,8 +38,8 @@ def init() -> None:
     launchenv.prepare_environment(launcher)
     session.keep_memory()
     mpi = None if launcher.name == "horovodrun-gloo" else session.start_mpi()
-    # Gloo cannot start twice beside one rendezvous, so that process sets must be possible from the beginning. It costs
-    # an exchange per cycle of Horovod's, and is left out where there is but one node and nothing to be made.
+    # Started a second time, Gloo may find addresses of the first at the rendezvous and wait for ever: process sets must
+    # be possible from the beginning. That costs an exchange in each of Horovod's cycles, so not on a single node.
     hvd.init(process_sets="dynamic" if mpi is None and launchenv.spans_nodes(launcher) else None)
     launchenv.refuse_split_world(launcher, hvd.size())
     nodes, masks = _look_around(mpi)

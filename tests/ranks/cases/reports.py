@@ -61,10 +61,7 @@ def traced(mgr, optimizer, double="float64"):
     return step.get_concrete_function(tf.constant(1.0)), variables
 
 
-FEW = {
-    name: MODES[name]
-    for name in ("horovod", "hybrid", "compact", "variables-auto-auto", "elements-auto-auto", "independent")
-}
+FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
 
 
 @widely(MODES, FEW)
@@ -113,11 +110,12 @@ def it_is_plain_data_about_what_runs(world, mode):
         assert everywhere == [slots] * world.size, (everywhere, slots)
 
 
-@case(params={name: MODES[name] for name in ("hybrid", "hybrid-none")})
+@case(params={name: MODES[name] for name in ("hybrid", "hybrid-none")}, sizes=(1, 2), hows=("mpi",))
 def each_range_of_a_spec_is_reported(world, mode):
     name, options = mode
     mgr = hv.create(name, sparse="dense", **options)
     traced(mgr, keras.optimizers.SGD(0.1))
+    assert mgr.report()["class"] == CLASSES[name]
     (plan,) = mgr.report()["plans"]
     ranges = plan["ranges"]
     assert [part["limit"] for part in ranges] == ([8, 100, None] if len(ranges) == 3 else [8, None])
