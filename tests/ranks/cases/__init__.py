@@ -78,9 +78,9 @@ def case(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function that runs on every rank of the launches named; `limit` is in seconds.
 
-    `gloo` are the sizes among `sizes` that run with Gloo too: all, or 2 and 3 where there are `params`.
+    `gloo` are the sizes among `sizes` that run with Gloo too: all, or 2 where there are `params`.
     """
-    with_gloo = gloo if gloo is not None else ((2, 3) if params else sizes)
+    with_gloo = gloo if gloo is not None else ((2,) if params else sizes)
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         base = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
@@ -102,7 +102,7 @@ def widely(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         case(params=every, sizes=[size for size in sizes if size == 2], hows=("mpi",))(function)
-        case(params=few, sizes=[size for size in sizes if size != 2], gloo=(3,))(function)
+        case(params=few, sizes=[size for size in sizes if size != 2], hows=("mpi",))(function)
         return case(params=few, sizes=[size for size in sizes if size == 2], hows=("gloo",))(function)
 
     return register
