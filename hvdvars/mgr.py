@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +28,8 @@ from hvdvars import (
     reduce,
     relay,
     spec,
+    slots,
+    staging,
 )
 from hvdvars.options import Options
 from hvdvars.reduce import Form, Reduction
@@ -52,7 +55,8 @@ class _Use:
     steps: tf.Variable | None = None
     shards: dict[int, list[tf.Variable]] = field(default_factory=dict)
     optimizers: dict[int, Any] = field(default_factory=dict)
-    functions: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    late: dict[int, staging.Late] = field(default_factory=dict)
 
 
 class VariableMgr:
@@ -67,6 +71,8 @@ class VariableMgr:
         self._uses: dict[Any, _Use] = {}
         # What a checkpoint brought, by the optimizer's id, until the optimizer has slots for it.
         self.restored: dict[int, Any] = {}
+        # Zeros wait before the very first step; a run that goes on from a checkpoint has had its first step.
+        self._zeros_first = True
 
     # --- what a mode answers -----------------------------------------------------------------------------------------
 
@@ -141,8 +147,23 @@ class VariableMgr:
         step(gradients)
 
     def flush(self) -> None:
-        """Apply what is pending and publish what is staged. No mode of this version holds anything back. Local."""
+        """Apply the gradients that wait (`variable_consistency="relaxed"`); call it before evaluating and saving.
+
+        A second call in a row changes nothing, and neither does one where nothing is held back. The step after it has
+        nothing to apply. Collective where gradients may wait: every rank of the group calls it in the same order,
+        outside of graphs; local in all other cases.
+
+        Raises:
+            RuntimeError: called inside a graph.
+        """
         require_started("VariableMgr.flush")
+
+    def drop_pending(self) -> None:
+        """Forget the gradients that wait, as a restored run does: they belong to other values. Local."""
+        self._zeros_first = False
+        for use in self._uses.values():
+            for late in use.late.values():
+                staging.drop(late)
 
     def report(self) -> dict[str, Any]:
         """What this manager does, as JSON-able values: mode, world, options, a plan per list of variables. Local."""
@@ -270,6 +291,7 @@ class VariableMgr:
             "bytes_per_step": use.whole.plan.bytes,
             "sparse": sum(form.kind == "sparse" for form in use.whole.forms),
             "owners": [total] * world().size,
+            "pending_bytes": sum(staging.size_of(late) for late in use.late.values()),
             "optimizer_bytes": sum(optimizer.state_bytes(one) for one in use.optimizers.values()),
             **ranges,
         }
@@ -306,16 +328,64 @@ class VariableMgrIndependent(VariableMgr):
 
 
 class VariableMgrHorovod(VariableMgr):
-    """Owner: every rank. Reduce: all-reduce, fused the best way. Publish: nothing, all ranks apply the same."""
+    """Owner: every rank. Reduce: all-reduce, fused the best way. Publish: nothing, all ranks apply the same.
+
+    With `variable_consistency="relaxed"` each step reduces and applies the gradients of the step before.
+    """
 
     mode = "horovod"
+
+    @tf.autograph.experimental.do_not_convert
+    def flush(self) -> None:
+        """See `VariableMgr.flush`. Collective where gradients may wait."""
+        super().flush()
+        if not tf.executing_eagerly():
+            raise RuntimeError("VariableMgr.flush works outside of graphs: call it outside of tf.function")
+        for use in self._uses.values():
+            for number, (key, late) in enumerate(use.late.items()):
+                self._take_turn(use, f"flush of optimizer {number}")
+                if late.waiting.numpy():
+                    apply = partial(self._apply_late, use, use.optimizers[key])
+                    use.functions.setdefault(("flush", key), _compile(apply))()
 
     def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         return whole
 
+    def _build(self, use: _Use, optimizer_: Any) -> None:
+        if self.options.variable_consistency == "strong":
+            super()._build(use, optimizer_)
+            return
+        key, forms = _identity(optimizer_), use.whole.forms
+        others = [other.variables for other in self._uses.values() if other is not use and key in other.late]
+        staging.refuse(optimizer_, use.variables, others)
+        # Made now: the optimizer is called inside a branch of the graph, where no variable can be made.
+        slots.create(optimizer_, use.variables)
+        kinds, shapes = [form.kind for form in forms], [form.shape for form in forms]
+        use.late[key] = staging.create(kinds, shapes, [form.dtype for form in forms], self._zeros_first)
+
     def _update(self, use: _Use, optimizer_: Any, gradients: list[Gradient]) -> None:
-        reduced = self._clip(self._reduce(use, gradients))
-        optimizer.apply(optimizer_, reduced, use.variables)
+        late = use.late.get(_identity(optimizer_))
+        if late is None:
+            self._apply(use, optimizer_, self._reduce(use, gradients))
+            return
+        # Nothing here needs this step's gradients, so the collectives run beside the pass that works them out.
+        self._apply_late(use, optimizer_)
+        with _device(self.options):
+            staging.put(late, reduce.as_planned(use.whole, gradients))
+
+    def _apply_late(self, use: _Use, optimizer_: Any) -> None:
+        late = use.late[_identity(optimizer_)]
+        reduced = self._reduce(use, staging.take(late))
+
+        def apply() -> tf.Tensor:
+            self._apply(use, optimizer_, reduced)
+            return tf.constant(True)
+
+        tf.cond(late.waiting.read_value(), apply, lambda: tf.constant(False))
+        staging.drop(late)
+
+    def _apply(self, use: _Use, optimizer_: Any, reduced: list[Gradient]) -> None:
+        optimizer.apply(optimizer_, self._clip(reduced), use.variables)
 
 
 class VariableMgrLocalReplicated(VariableMgrHorovod):

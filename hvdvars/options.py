@@ -114,6 +114,7 @@ _ALL_REDUCE_MODES = ("replicated", "distributed_all_reduce", "collective_all_red
 _NO_REDUCE = "this mode neither reduces nor exchanges anything: every rank keeps its own values"
 _NO_BUCKETS = "buckets follow the owners in this mode; use fusion="
 _NO_OWNER = "variables have no single owner in this mode; use parameter_server"
+_NO_RELAXED = "owners apply gradients as they come; use horovod, replicated or collective_all_reduce"
 _NO_SPEC = {
     "horovod": "this mode picks the all-reduce itself; use replicated or distributed_all_reduce",
     "parameter_server": "gradients go to owners here; use reduce_to_owner=",
@@ -122,7 +123,9 @@ _NO_SPEC = {
 
 def _refusals(name: str) -> dict[str, str]:
     """Mode → why `name` cannot be set to anything but its default there."""
-    if name in ("variable_consistency", "use_fp16", "hierarchical_copy") or name.startswith("fp16_"):
+    if name == "variable_consistency":
+        return {"independent": _NO_REDUCE, "parameter_server": _NO_RELAXED}
+    if name in ("use_fp16", "hierarchical_copy") or name.startswith("fp16_"):
         return dict.fromkeys(MODES, _LATER)
     if name == "staged_vars":
         return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": _LATER}

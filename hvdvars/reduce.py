@@ -214,6 +214,17 @@ def as_tensors(forms: Sequence[Form], indices: Sequence[int], gradients: Sequenc
     return tensors
 
 
+def as_planned(reduction: Reduction, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The gradients in the forms that the plan has for them: tensors, IndexedSlices, or None. Local."""
+    planned = [
+        gradient if form.kind == "sparse" else None for form, gradient in zip(reduction.forms, gradients, strict=True)
+    ]
+    tensors = as_tensors(reduction.forms, reduction.dense, gradients)
+    for index, tensor in zip(reduction.dense, tensors, strict=True):
+        planned[index] = tensor
+    return planned
+
+
 def reduce_slices(name: str, slices: tf.IndexedSlices, form: Form, scale: float) -> tf.IndexedSlices:
     """The rows of all ranks, rows with equal index summed, times `scale`; indices are unique and ascend.
 

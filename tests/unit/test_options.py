@@ -84,7 +84,8 @@ def test_the_modes_that_hold_an_option():
     assert valid("placement") == valid("reduce_to_owner") == ["parameter_server"]
     assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
     assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
-    assert valid("staged_vars") == valid("use_fp16") == valid("variable_consistency") == []
+    assert valid("staged_vars") == valid("use_fp16") == []
+    assert valid("variable_consistency") == all_reduce
     assert valid("average") == valid("fusion") == [*all_reduce, "parameter_server"]
     assert valid("gradient_clip") == READY
 
@@ -115,7 +116,7 @@ def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
     ("options", "fragment"),
     [
         ({"staged_vars": True}, "not part of this version"),
-        ({"variable_consistency": "relaxed"}, "not part of this version"),
+        ({"variable_consistency": "relaxed"}, "use horovod"),
         ({"use_fp16": True}, "not part of this version"),
         ({"fp16_loss_scale": 128}, "not part of this version"),
         ({"hierarchical_copy": True}, "not part of this version"),

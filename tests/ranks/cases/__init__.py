@@ -19,6 +19,7 @@ MODULES = (
     "graphs",
     "mismatch",
     "contract",
+    "relaxed",
     "kinds",
     "reports",
     "algorithms",
