@@ -68,6 +68,7 @@ def save(
             "optimizer": _described(optimizer, slots_, shared),
             "extra": extra or {},
             "mode": mgr.mode,
+            "loss_scale": mgr.saved_loss_scale(),
             "ranks": world().size,
         }
         target = snapshot.file_path(path)
@@ -130,6 +131,7 @@ def restore(
         target.arrived()
         mgr.restored[id(optimizer)] = target
     mgr.drop_pending()
+    mgr.restore_loss_scale(meta.get("loss_scale"))
     return meta["extra"]
 
 

@@ -87,7 +87,7 @@ RULES: dict[str, Rule] = {
     "compact_gradient_transfer": Rule(bool, "float16 on the wire, the gradient's own type before and after"),
     "variable_consistency": Rule(str, "relaxed: apply the gradients of the step before", ("strong", "relaxed")),
     "staged_vars": Rule(bool, "read the owners' values one step late"),
-    "use_fp16": Rule(bool, "float16 variables and gradients with a loss scale"),
+    "use_fp16": Rule(bool, "the loss is multiplied by `mgr.loss_scale`; reduced gradients are divided by it"),
     "fp16_loss_scale": Rule(float, "the (first) loss scale", minimum=0, above=True),
     "fp16_enable_auto_loss_scale": Rule(bool, "halve the loss scale on overflow, double it after normal steps"),
     "fp16_inc_loss_scale_every_n": Rule(int, "normal steps before the loss scale doubles", minimum=1),
@@ -125,14 +125,14 @@ def _refusals(name: str) -> dict[str, str]:
     """Mode → why `name` cannot be set to anything but its default there."""
     if name == "variable_consistency":
         return {"independent": _NO_REDUCE, "parameter_server": _NO_RELAXED}
-    if name in ("use_fp16", "hierarchical_copy") or name.startswith("fp16_"):
+    if name == "hierarchical_copy":
         return dict.fromkeys(MODES, _LATER)
     if name == "staged_vars":
         return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": _LATER}
     if name == "local_parameter_device":
         here = f"variables stay where the model created them; moving them is {_LATER}"
         return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": here}
-    if name == "gradient_clip":
+    if name in ("gradient_clip", "use_fp16") or name.startswith("fp16_"):
         return {}
     if name == "stall_seconds":
         here = f"set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init; a limit of each manager's own is {_LATER}"
@@ -163,6 +163,8 @@ OPTION_TABLE: dict[str, dict[str, str | None]] = {field.name: _table_row(field.n
 """Option → mode → `None` where every value is valid, or the reason why only the default is."""
 
 _DEFAULTS = Options()
+_FIRST_LOSS_SCALE = 128.0
+_NORMAL_STEPS = 1000
 _FUSION_CHOICES = ("fusion", "agg_small_grads_max_bytes", "gradient_repacking", "allreduce_merge_scope")
 
 
@@ -185,11 +187,16 @@ def resolve(mode: str, **options: Any) -> Options:
             raise ValueError(f"create({mode!r}): option {name}={value!r} is refused: {reason}")
         given[name] = value
     _check_contradictions(mode, given)
+    _check_loss_scale(mode, given)
     _check_spec(mode, given)
     _check_nccl(mode, given)
     _check_owners(mode, given)
     if mode == "collective_all_reduce":
         given.setdefault("all_reduce_spec", "collective")
+    if "use_fp16" in given:
+        given.setdefault("fp16_loss_scale", _FIRST_LOSS_SCALE)
+    if "fp16_enable_auto_loss_scale" in given:
+        given.setdefault("fp16_inc_loss_scale_every_n", _NORMAL_STEPS)
     return Options(**given)
 
 
@@ -252,6 +259,16 @@ def _check_contradictions(mode: str, given: Mapping[str, Any]) -> None:
             f"create({mode!r}): option agg_small_grads_max_group={given['agg_small_grads_max_group']} has no effect "
             "without agg_small_grads_max_bytes; give both"
         )
+
+
+def _check_loss_scale(mode: str, given: Mapping[str, Any]) -> None:
+    needed = {"fp16_inc_loss_scale_every_n": "fp16_enable_auto_loss_scale"}
+    for name in given:
+        needs = needed.get(name, "use_fp16")
+        if name.startswith("fp16_") and needs not in given:
+            raise ValueError(
+                f"create({mode!r}): option {name}={given[name]!r} has no effect without {needs}; give both"
+            )
 
 
 def _check_owners(mode: str, given: Mapping[str, Any]) -> None:

@@ -165,20 +165,13 @@ def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> lis
     return [found.get(index) for index, one in enumerate(ownership.owners) if one == rank]
 
 
-def update_shards(
-    ownership: Ownership,
-    shards: Sequence[tf.Variable],
-    gradients: Sequence[Gradient],
-    variables: Sequence[Variable],
-    optimizer_: Any,
-) -> None:
-    """Take this rank's pieces of the variables' values into its shards, and apply the gradients there. Local.
+def fill_shards(ownership: Ownership, shards: Sequence[tf.Variable], variables: Sequence[Variable]) -> None:
+    """Take this rank's pieces of the variables' values into its shards, on which gradients are applied. Local.
 
     The values come from the variables each time, so that whatever changed them (a restore, an assignment) counts.
     """
     for bucket, shard in zip(ownership.values.buckets, shards, strict=True):
         shard.assign(_own_values(ownership, bucket, variables))
-    optimizer.apply(optimizer_, gradients, shards)
 
 
 def publish(ownership: Ownership, variables: Sequence[Variable], shards: Sequence[tf.Variable]) -> None:

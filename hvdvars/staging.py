@@ -24,6 +24,8 @@ class Late:
     indices: tuple[tf.Variable | None, ...]
     """Of rows, which ones."""
     shapes: tuple[tuple[int, ...], ...]
+    scale: tf.Variable
+    """A float32: what the loss was multiplied by."""
     waiting: tf.Variable
     """A bool: whether the gradients are still to be applied."""
 
@@ -43,7 +45,8 @@ def create(
         values.append(None if kind == "none" else _variable(first, (None, *shape[1:]) if rows else shape))
         indices.append(_variable(tf.zeros([0], tf.int64), (None,)) if rows else None)
     flag = tf.Variable(waiting, trainable=False, name="hvdvars_waiting")
-    return Late(tuple(values), tuple(indices), tuple(tuple(shape) for shape in shapes), flag)
+    scale = tf.Variable(1.0, dtype=tf.float32, trainable=False, name="hvdvars_late_scale")
+    return Late(tuple(values), tuple(indices), tuple(tuple(shape) for shape in shapes), scale, flag)
 
 
 def refuse(optimizer_: object, variables: Sequence[Variable], others: Sequence[Sequence[Variable]]) -> None:
@@ -80,8 +83,12 @@ def take(late: Late) -> list[Gradient]:
     return taken
 
 
-def put(late: Late, gradients: Sequence[Gradient]) -> None:
-    """Let these gradients wait, of the kinds that `late` was made for. Local; in a graph, after `take`."""
+def put(late: Late, gradients: Sequence[Gradient], scale: float | tf.Tensor = 1.0) -> None:
+    """Let these gradients wait, of the kinds that `late` was made for. Local; in a graph, after `take`.
+
+    `scale` is what the loss was multiplied by that they are of.
+    """
+    late.scale.assign(tf.cast(scale, tf.float32))
     for value, index, gradient in zip(late.values, late.indices, gradients, strict=True):
         if value is None or gradient is None:
             continue
@@ -99,11 +106,12 @@ def drop(late: Late) -> None:
 
 
 def size_of(late: Late) -> int:
-    """Bytes of the gradients that wait; 0 where they have been applied. Local, outside of graphs."""
-    if not bool(late.waiting.numpy()):
-        return 0
-    held = [one for one in (*late.values, *late.indices) if one is not None]
-    return sum(int(tf.size(one)) * one.dtype.size for one in held)
+    """Bytes of the gradients that wait; 0 where they have been applied. Local."""
+    with tf.init_scope():
+        if not bool(late.waiting.numpy()):
+            return 0
+        held = [one for one in (*late.values, *late.indices) if one is not None]
+        return sum(int(tf.size(one)) * one.dtype.size for one in held)
 
 
 def _variable(first: tf.Tensor, shape: Sequence[int | None]) -> tf.Variable:

@@ -138,6 +138,7 @@ class Trainer:
             loss = tf.reduce_sum(losses) / divisor
             for extra in self.model.losses:  # Regularization.
                 loss += tf.cast(extra, loss.dtype)
+            loss *= tf.cast(self._manager.loss_scale, loss.dtype)
         variables = self.model.trainable_variables
         grads = tape.gradient(loss, variables)
         self._manager.apply_gradients(self.optimizer, grads, variables)

@@ -80,9 +80,9 @@ def agree(world: cases.World, one: cases.Case, result: dict[str, Any], number: i
     if any(name != one.name for name, _ in ranks):
         raise RuntimeError(f"the ranks ran different cases: {ranks}")
     if not all(passed for _, passed in ranks):
-        from hvdvars import mgr
+        from hvdvars import manager
 
-        mgr._numbers = itertools.count(1000 * (number + 1))
+        manager._numbers = itertools.count(1000 * (number + 1))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
         options["all_reduce_spec"] = "nccl"
     if mode in REQUIRED and (name == "allreduce_merge_scope" or value == "group"):
         options["all_reduce_spec"] = "xring:32K:nccl"
+    if name.startswith("fp16_"):
+        options |= {"use_fp16": True, "fp16_enable_auto_loss_scale": True, name: value}
     reason = OPTION_TABLE[name][mode]
     if (mode, name, value) == ("parameter_server", "fusion", "group"):
         reason = "no groups for all-to-all"
@@ -84,10 +86,10 @@ def test_the_modes_that_hold_an_option():
     assert valid("placement") == valid("reduce_to_owner") == ["parameter_server"]
     assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
     assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
-    assert valid("staged_vars") == valid("use_fp16") == []
+    assert valid("staged_vars") == valid("hierarchical_copy") == []
     assert valid("variable_consistency") == all_reduce
     assert valid("average") == valid("fusion") == [*all_reduce, "parameter_server"]
-    assert valid("gradient_clip") == READY
+    assert valid("gradient_clip") == valid("use_fp16") == valid("fp16_enable_auto_loss_scale") == READY
 
 
 def test_later_modes_are_refused():
@@ -117,8 +119,9 @@ def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
     [
         ({"staged_vars": True}, "not part of this version"),
         ({"variable_consistency": "relaxed"}, "use horovod"),
-        ({"use_fp16": True}, "not part of this version"),
-        ({"fp16_loss_scale": 128}, "not part of this version"),
+        ({"fp16_loss_scale": 128}, "no effect without use_fp16"),
+        ({"fp16_enable_auto_loss_scale": True}, "no effect without use_fp16"),
+        ({"fp16_inc_loss_scale_every_n": 5, "use_fp16": True}, "no effect without fp16_enable_auto_loss_scale"),
         ({"hierarchical_copy": True}, "not part of this version"),
         ({"local_parameter_device": "gpu"}, "not part of this version"),
         ({"gradient_repacking": 2}, "fusion="),
@@ -183,6 +186,13 @@ def test_two_ways_to_choose_buckets_contradict():
     assert resolve("horovod", fusion="pack", gradient_repacking=0).gradient_repacking is None
     with pytest.raises(ValueError, match="agg_small_grads_max_bytes"):
         resolve("horovod", agg_small_grads_max_group=4)
+
+
+def test_defaults_of_the_loss_scale():
+    constant = resolve("horovod", use_fp16=True)
+    assert (constant.fp16_loss_scale, constant.fp16_inc_loss_scale_every_n) == (128.0, None)
+    auto = resolve("horovod", use_fp16=True, fp16_enable_auto_loss_scale=True)
+    assert (auto.fp16_loss_scale, auto.fp16_inc_loss_scale_every_n) == (128.0, 1000)
 
 
 def test_all_reduce_spec():

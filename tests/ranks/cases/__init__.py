@@ -20,6 +20,7 @@ MODULES = (
     "mismatch",
     "contract",
     "relaxed",
+    "loss_scale",
     "kinds",
     "reports",
     "algorithms",

@@ -35,6 +35,8 @@ MODES = {
         for way, fusion in (("auto", "auto"), ("reduce_scatter", "auto"), ("all_reduce", "none"))
     },
     "owners-sparse": ("parameter_server", {"sparse": "sparse"}),
+    "owners-scale": ("parameter_server", {"use_fp16": True, "fp16_enable_auto_loss_scale": True}),
+    "horovod-relaxed": ("horovod", {"variable_consistency": "relaxed", "sparse": "sparse"}),
     "independent": ("independent", {}),
 }
 CLASSES = {
