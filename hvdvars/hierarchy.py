@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from hvdvars import algorithms, collectives, halving, launchenv, layout, meeting, spec
-from hvdvars.placement import split_evenly
 from hvdvars.session import Group, World, world
 
 UNEVEN = "xring, because nodes have different numbers of ranks"
@@ -68,7 +67,11 @@ def current() -> Hierarchy:
 
 def runs_as(alg: str) -> str:
     """The algorithm that this name stands for in this world: itself, or what takes its place and why. Local."""
-    return UNEVEN if alg in spec.HIERARCHICAL and current().node is None else alg
+    if alg not in spec.HIERARCHICAL:
+        return alg
+    if current().node is None:
+        return UNEVEN
+    return alg.partition("/")[0] if current().nodes == 1 else alg
 
 
 def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int) -> tf.Tensor:
@@ -143,6 +146,5 @@ def count(alg: str, shards: int, elements: int) -> int:
     if place.nodes == 1:
         return algorithms.count(inside, shards, elements)
     # The first rank of a node has the first piece, which is never empty.
-    part = split_evenly(elements, place.node.size)[0]
-    across = {"xring": 1, "pscpu": 2, "rechd": len(halving.schedule(0, place.nodes, part))}[outside]
+    across = {"xring": 1, "pscpu": 2, "rechd": len(halving.schedule(0, place.nodes, 1))}[outside]
     return across + (2 if place.node.size > 1 else 0)

@@ -166,6 +166,8 @@ class VariableMgr:
             RuntimeError: called inside a graph.
         """
         require_started("VariableMgr.flush")
+        if not tf.executing_eagerly():
+            raise RuntimeError("VariableMgr.flush works outside of graphs: call it outside of tf.function")
 
     def drop_pending(self) -> None:
         """Forget the gradients that wait, as a restored run does: they belong to other values. Local."""

@@ -73,8 +73,6 @@ class VariableMgrHorovod(VariableMgr):
     def flush(self) -> None:
         """See `VariableMgr.flush`. Collective where gradients may wait."""
         super().flush()
-        if not tf.executing_eagerly():
-            raise RuntimeError("VariableMgr.flush works outside of graphs: call it outside of tf.function")
         for use in self._uses.values():
             for number, (key, late) in enumerate(use.late.items()):
                 self._take_turn(use, f"flush of optimizer {number}")
@@ -92,6 +90,12 @@ class VariableMgrHorovod(VariableMgr):
         key, forms = identity_of(optimizer_), use.whole.forms
         others = [other.variables for other in self._uses.values() if other is not use and key in other.late]
         staging.refuse(optimizer_, use.variables, others)
+        if use.late:
+            raise ValueError(
+                "apply_gradients: gradients of these variables wait for another optimizer. With "
+                "variable_consistency='relaxed' use one optimizer for them (a callable is made once, not anew each "
+                "step); or use 'strong'."
+            )
         super()._build(use, optimizer_)
         kinds, shapes = [form.kind for form in forms], [form.shape for form in forms]
         use.late[key] = staging.create(kinds, shapes, [form.dtype for form in forms], self._zeros_first)

@@ -114,7 +114,7 @@ _ALL_REDUCE_MODES = ("replicated", "distributed_all_reduce", "collective_all_red
 _NO_REDUCE = "this mode neither reduces nor exchanges anything: every rank keeps its own values"
 _NO_BUCKETS = "buckets follow the owners in this mode; use fusion="
 _NO_OWNER = "variables have no single owner in this mode; use parameter_server"
-_NO_RELAXED = "owners apply gradients as they come; use horovod, replicated or collective_all_reduce"
+_NO_RELAXED = "owners apply gradients as they come; use horovod or another mode without owners"
 _NO_SPEC = {
     "horovod": "this mode picks the all-reduce itself; use replicated or distributed_all_reduce",
     "parameter_server": "gradients go to owners here; use reduce_to_owner=",

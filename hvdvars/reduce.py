@@ -70,7 +70,7 @@ class Reduction:
                     "shards": part.shards,
                     "limit": part.limit,
                     "tensors": sum(len(bucket.places) for bucket in buckets),
-                    "bytes": sum(bucket.bytes for bucket in buckets),
+                    "bytes": sum(bucket.bytes for bucket in buckets) if world().size > 1 else 0,
                     "collectives": sum(self._collectives(bucket, number) for bucket in buckets),
                 }
             )
@@ -81,7 +81,7 @@ class Reduction:
 
     def _collectives(self, bucket: fusion.Bucket, index: int) -> int:
         if bucket.kind == "group":
-            return 1
+            return int(world().size > 1)
         return hierarchy.count(self.ranges[index].alg, self.ranges[index].shards, bucket.size)
 
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+# A float32 beyond these is infinite or 0, from which no halving or doubling leads back.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+
 
 class LossScale(NamedTuple):
     """The scale that the loss is multiplied by, and the normal steps counted since it last changed."""
@@ -33,7 +36,8 @@ def update(state: LossScale, finite: Any, every_n: int | None) -> LossScale:
     """The state after a step whose gradients were all `finite` (a bool or a bool scalar tensor), or not.
 
     Not finite: half the scale, and no normal steps. Finite: one normal step more; once `every_n` of them are counted,
-    the next one doubles the scale and starts the count again. `every_n=None` never doubles.
+    the next one doubles the scale and starts the count again. `every_n=None` never doubles. The scale stays
+    between 2**-126 and 2**127, which a float32 can hold.
     `finite` must be equal on all ranks. Local. Raises ValueError for `every_n` below 1.
     """
     if every_n is not None and every_n < 1:
@@ -41,13 +45,13 @@ def update(state: LossScale, finite: Any, every_n: int | None) -> LossScale:
     scale, good_steps = state
     if not any(tf.is_tensor(part) for part in (scale, good_steps, finite)):
         if not finite:
-            return LossScale(scale / 2, 0)
+            return LossScale(max(scale / 2, _SMALLEST), 0)
         full = every_n is not None and good_steps >= every_n
-        return LossScale(scale * 2, 0) if full else LossScale(scale, good_steps + 1)
+        return LossScale(min(scale * 2, _LARGEST), 0) if full else LossScale(scale, good_steps + 1)
     scale, good_steps = tf.convert_to_tensor(scale), tf.convert_to_tensor(good_steps)
     full = tf.constant(False) if every_n is None else good_steps >= tf.cast(every_n, good_steps.dtype)
     return LossScale(
-        tf.where(finite, tf.where(full, scale * 2, scale), scale / 2),
+        tf.where(finite, tf.where(full, tf.minimum(scale * 2, _LARGEST), scale), tf.maximum(scale / 2, _SMALLEST)),
         tf.where(tf.logical_and(finite, tf.logical_not(full)), good_steps + 1, tf.zeros_like(good_steps)),
     )
 

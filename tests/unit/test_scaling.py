@@ -83,3 +83,11 @@ def test_all_finite_of_nothing_and_of_integers():
     assert bool(all_finite([tf.zeros([0, 3]), tf.constant([1, 2]), tf.constant([True])]))
     assert not bool(tf.function(lambda x: all_finite([x]))(np.float32([1, np.inf])))
     assert not bool(all_finite([tf.complex(1.0, math.nan)]))
+
+
+@pytest.mark.parametrize("kind", [float, tf.constant])
+def test_the_scale_stays_a_number(kind):
+    high = LossScale(kind(2.0**127), 5)
+    low = LossScale(kind(2.0**-126), 5)
+    assert float(update(high, tf.constant(True) if kind is tf.constant else True, 1).scale) == 2.0**127
+    assert float(update(low, tf.constant(False) if kind is tf.constant else False, 1).scale) == 2.0**-126

@@ -152,6 +152,10 @@ def what_cannot_wait_is_refused(world):
     message = raised(ValueError, lambda: mgr.apply_gradients(scaled, [tf.ones([1]), tf.ones([1])], variables))
     assert "loss scale" in message
     same_everywhere(world, message)
+    other = tf.keras.optimizers.SGD(0.1)
+    message = raised(ValueError, lambda: mgr.apply_gradients(other, [tf.ones([1]), tf.ones([1])], variables))
+    assert "wait for another optimizer" in message
+    same_everywhere(world, message)
     message = raised(RuntimeError, lambda: tf.function(mgr.flush)())
     assert "outside of tf.function" in message
     mgr.flush()
