@@ -123,14 +123,20 @@ def is_elementwise(optimizer: Any) -> bool | None:
 
 
 def describe(optimizer: Any) -> str:
-    """Class and settings, without the name: what has to be equal on all ranks. Local."""
+    """Class and settings, without names: what has to be equal on all ranks. Local."""
     try:
         with tf.init_scope():  # the learning rate is read
             config = dict(optimizer.get_config())
     except (AttributeError, NotImplementedError):
         config = {}
-    config.pop("name", None)
-    return f"{type(optimizer).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+    return f"{type(optimizer).__name__} {json.dumps(_without_names(config), sort_keys=True, default=str)}"
+
+
+def _without_names(config: Any) -> Any:
+    """Without names at any depth: Keras counts in them what a rank has made, and an optimizer may hold another."""
+    if isinstance(config, dict):
+        return {key: _without_names(value) for key, value in config.items() if key != "name"}
+    return [_without_names(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def scales_loss(optimizer: Any) -> bool:

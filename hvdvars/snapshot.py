@@ -14,6 +14,7 @@ Members, each a `.npy` inside an uncompressed zip archive with a checksum per me
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -73,9 +74,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             meta, arrays = _load(file, path)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path} on rank 0, which reads for all") from None
-    except (OSError, _ForeignError):
+    except _ForeignError:
         raise
     except Exception as problem:  # zipfile, zlib, numpy and json each have their own
+        # A damaged archive may point before its beginning, which the system calls an invalid argument.
+        if isinstance(problem, OSError) and problem.errno != errno.EINVAL:
+            raise
         raise ValueError(f"{path} is damaged or no checkpoint: {type(problem).__name__}: {problem}") from problem
     return meta, arrays
 

@@ -260,3 +260,14 @@ def optimizers_that_differ_are_refused(world, chosen):
     message = raised(ValueError, lambda: mgr.apply_gradients(updates, [tf.ones([3])], [tf.Variable(tf.ones([3]))]))
     assert "optimizer is" in message and "learning_rate" in message
     same_everywhere(world, message)
+
+
+@case(sizes=(2,), hows=("mpi",))
+def counters_in_names_of_optimizers_do_not_matter(world):
+    for _ in range(world.rank):
+        tf.keras.optimizers.SGD(0.1)  # Keras counts what each rank has made
+    inner = tf.keras.optimizers.SGD(0.1)
+    updates = tf.keras.mixed_precision.LossScaleOptimizer(inner, initial_scale=1.0)
+    variable = tf.Variable([1.0])
+    hv.create("horovod").apply_gradients(updates, [tf.constant([2.0])], [variable])
+    close(variable, np.array([0.8]))
