@@ -59,6 +59,8 @@ class VariableMgr:
     """What all modes share. A mode says how to plan, how to reduce, and how to apply and publish."""
 
     mode = ""
+    alone = False
+    """Whether every rank trains by itself: nothing is compared or sent."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -246,12 +248,14 @@ class VariableMgr:
         kinds: tuple[str, ...],
         number: int,
     ) -> list[Form]:
+        if self.alone:
+            return [Form("none", tuple(check.shape_of(one)), check.dtype_of(one).name) for one in variables]
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
         return agreement.agree(function, settings, gradients, variables, kinds, self.options.sparse)
 
     def _take_turn(self, use: Use, call: str) -> None:
         """Refuse eager calls in another order on another rank: each would wait for the others' for ever."""
-        if self.mode == "independent":
+        if self.alone:
             return
         first = check.name_of(use.variables[0]) if use.variables else "nothing"
         others = f" and {len(use.variables) - 1} more" if len(use.variables) > 1 else ""
@@ -262,7 +266,7 @@ class VariableMgr:
         key = identity_of(optimizer_)
         if key in use.optimizers:
             return
-        if self.mode == "independent":
+        if self.alone:
             self._create_state(use, optimizer_)
         else:
             guard.exchange("apply_gradients", {"optimizer": optimizer.describe(optimizer_)}, [])

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from hvdvars import (
     broadcast,
-    check,
     collectives,
     hierarchy,
     optimizer,
@@ -35,21 +34,12 @@ class VariableMgrIndependent(VariableMgr):
     """Owner: every rank. Reduce: nothing. Publish: nothing, and no initial broadcast: every rank trains alone."""
 
     mode = "independent"
+    alone = True
 
     def broadcast(self, targets: Any) -> None:
         """Check what was given, and leave each rank its own values. Local."""
         require_started("VariableMgr.broadcast")
         self._broadcast_targets(targets)
-
-    def _agree(
-        self,
-        function: str,
-        gradients: list[Gradient],
-        variables: list[Variable],
-        kinds: tuple[str, ...],
-        number: int,
-    ) -> list[Form]:
-        return [Form("none", tuple(check.shape_of(variable)), check.dtype_of(variable).name) for variable in variables]
 
     def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> Any:
         return whole
@@ -89,13 +79,7 @@ class VariableMgrHorovod(VariableMgr):
             return
         key, forms = identity_of(optimizer_), use.whole.forms
         others = [other.variables for other in self._uses.values() if other is not use and key in other.late]
-        staging.refuse(optimizer_, use.variables, others)
-        if use.late:
-            raise ValueError(
-                "apply_gradients: gradients of these variables wait for another optimizer. With "
-                "variable_consistency='relaxed' use one optimizer for them (a callable is made once, not anew each "
-                "step); or use 'strong'."
-            )
+        staging.refuse(optimizer_, use.variables, others, taken=bool(use.late))
         super()._build(use, optimizer_)
         kinds, shapes = [form.kind for form in forms], [form.shape for form in forms]
         use.late[key] = staging.create(kinds, shapes, [form.dtype for form in forms], self._zeros_first)

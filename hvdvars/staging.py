@@ -49,15 +49,24 @@ def create(
     return Late(tuple(values), tuple(indices), tuple(tuple(shape) for shape in shapes), scale, flag)
 
 
-def refuse(optimizer_: object, variables: Sequence[Variable], others: Sequence[Sequence[Variable]]) -> None:
-    """Refuse what cannot be applied one step late; gradients for the lists `others` wait for the same optimizer.
+def refuse(
+    optimizer_: object, variables: Sequence[Variable], others: Sequence[Sequence[Variable]], taken: bool = False
+) -> None:
+    """Refuse what cannot be applied one step late.
 
+    Gradients for the lists `others` wait for the same optimizer; `taken`: those of `variables` wait for another one.
     Local. Raises ValueError.
     """
     if optimizer.scales_loss(optimizer_):
         raise ValueError(
             f"apply_gradients: {type(optimizer_).__name__} would unscale gradients of the step before by the loss "
             "scale of this one. Use variable_consistency='strong'."
+        )
+    if taken:
+        raise ValueError(
+            "apply_gradients: gradients of these variables wait for another optimizer. With "
+            "variable_consistency='relaxed' use one optimizer for them (a callable is made once, not anew each step); "
+            "or use 'strong'."
         )
     mine = {id(optimizer.tf_variable(variable)) for variable in variables}
     shared = [variable for other in others for variable in other if id(optimizer.tf_variable(variable)) in mine]

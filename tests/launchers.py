@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -67,6 +68,12 @@ def mpi_version() -> tuple[str, int]:
         if match:
             return name, int(match[1])
     return "unknown", 0
+
+
+def skip_without_launcher(launch: Launch) -> None:
+    """End the test as skipped where this launch cannot work with the MPI that is here."""
+    if launch.how == "horovodrun" and mpi_version() != ("Open MPI", 4):
+        pytest.skip(f"horovodrun's MPI launcher is for Open MPI 4, found {' '.join(map(str, mpi_version()))}")
 
 
 def command(launch: Launch, program: list[str]) -> list[str]:

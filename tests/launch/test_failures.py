@@ -14,8 +14,7 @@ FAILURES = [(how, 1, way) for how in ("mpi", "horovodrun", "gloo") for way in ("
 
 @pytest.mark.parametrize(("how", "culprit", "way"), [*FAILURES, ("mpi", 0, "raise")])
 def test_one_rank_ends_the_job(tmp_path, how, culprit, way):
-    if how == "horovodrun" and launchers.mpi_version() != ("Open MPI", 4):
-        pytest.skip(f"horovodrun's MPI launcher is for Open MPI 4, found {' '.join(map(str, launchers.mpi_version()))}")
+    launchers.skip_without_launcher(Launch(how, 2))
     program = [sys.executable, str(PROGRAM), str(tmp_path), way, str(culprit)]
     ended = launchers.run(Launch(how, 2), program, tmp_path / "output.txt", 90)
     assert (tmp_path / "failed.txt").exists(), f"no rank came to the failure\n{ended.tail()}"

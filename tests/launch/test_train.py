@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 from launchers import ROOT, Launch
 
-COMMAND = [str(Path(sys.executable).with_name("hvdvars")), "train"]
+COMMAND = (str(Path(sys.executable).with_name("hvdvars")), "train")
+MODULE = (sys.executable, "-m", "hvdvars", "train")
 
 
-def run(tmp_path, launch, *flags, code=0):
+def run(tmp_path, launch, *flags, command=COMMAND, code=0):
     """The output of the command; standard error and output together."""
-    ended = launchers.run(launch, [*COMMAND, *flags], tmp_path / "output.txt", 180)
+    launchers.skip_without_launcher(launch)
+    ended = launchers.run(launch, [*command, *flags], tmp_path / "output.txt", 180)
     assert ended.code == code, f"{ended.code}\n{ended.tail()}"
     return ended.output
 
 
 @pytest.mark.parametrize(
     ("how", "ranks", "mode"),
-    [("bare", 1, "horovod"), ("mpi", 2, "replicated"), ("gloo", 3, "parameter_server")],
+    [("bare", 1, "horovod"), ("horovodrun", 2, "parameter_server"), ("gloo", 3, "replicated")],
 )
 def test_it_learns_the_digits(tmp_path, how, ranks, mode):
     folder = tmp_path / "run"
@@ -47,7 +49,7 @@ def test_own_data_and_one_json_object(tmp_path):
     x = (np.eye(3)[labels] @ random.randn(3, 5) + 0.1 * random.randn(101, 5)).astype("float32")
     np.savez(tmp_path / "own.npz", x_train=x[:70], y_train=labels[:70], x_test=x[70:], y_test=labels[70:])
     flags = ["--data", str(tmp_path / "own.npz"), "--model", "mlp", "--json", "--quiet", "--epochs", "12"]
-    output = run(tmp_path, Launch("mpi", 2), *flags, "--batch_size", "8")
+    output = run(tmp_path, Launch("mpi", 2), *flags, "--batch_size", "8", command=MODULE)
     (line,) = [line for line in output.splitlines() if line.startswith("{")]
     summary = json.loads(line)
     assert summary["test_count"] == 31 and summary["test_accuracy"] > 0.9 and summary["replicas_identical"] is True

@@ -66,9 +66,7 @@ class Launches:
         return self.results[launch]
 
     def _run(self, launch: Launch) -> Results:
-        if launch.how == "horovodrun" and launchers.mpi_version() not in [("Open MPI", 4)]:
-            found = " ".join(map(str, launchers.mpi_version()))
-            pytest.skip(f"horovodrun's MPI launcher is for Open MPI 4, found {found}")
+        launchers.skip_without_launcher(launch)
         folder = self.folder / str(launch)
         folder.mkdir()
         (folder / "cases.txt").write_text("\n".join(self._selected(launch)))

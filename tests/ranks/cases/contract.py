@@ -11,13 +11,13 @@ from .tools import array, close, raised, same_everywhere
 MODES = {
     "horovod": ("horovod", {}),
     "replicated-xring2": ("replicated", {"all_reduce_spec": "xring#2"}),
+    "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring"}),
     "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
     "owners": ("parameter_server", {}),
     "elements": ("parameter_server", {"placement": "elements"}),
 }
 MORE = {
     "replicated": ("replicated", {}),
-    "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring"}),
     "pscpu3": ("replicated", {"all_reduce_spec": "pscpu#3"}),
     "group": ("horovod", {"fusion": "group"}),
     "pack": ("horovod", {"fusion": "pack"}),
