@@ -26,6 +26,10 @@ LAYERS = [
         "snapshot",
         "layout",
         "halving",
+        "smalltensors",
+        "towers",
+        "paramdevices",
+        "specnames",
     ],
     ["session", "wire", "collectives"],
     ["algorithms", "hierarchy", "broadcast", "meeting", "guard", "staging", "lossscale", "relay", "slots"],
@@ -41,6 +45,9 @@ LAYERS = [
 # The few imports inside one row: (importer, imported).
 BESIDE = {
     ("options", "spec"),
+    ("specnames", "spec"),
+    ("towers", "scaling"),
+    ("towers", "sparse"),
     ("wire", "session"),
     ("collectives", "session"),
     ("collectives", "wire"),
