@@ -1,6 +1,6 @@
 """Which device holds a variable in a graph of `tf.compat.v1`: the one that holds least so far.
 
-Device functions for `tf.device`, and the load of an op. No communication: one process's own devices.
+Device functions for `tf.compat.v1.device`, and the load of an op. No communication: one process's own devices.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _VARIABLES = ("Variable", "VariableV2", "VarHandleOp")
 
 
 class ParamServerDeviceSetter:
-    """A device function: variables go to the least loaded of `ps_devices`, all other ops to `worker_device`.
+    """Variables go to the least loaded of `ps_devices`, all other ops to `worker_device`.
 
-    The load is the number of elements; ties go to the earlier device. An op that has a device keeps it.
+    A device function, for `tf.compat.v1.device` (`tf.device` takes none). The load is the number of elements; ties go
+    to the earlier device. An op that has a device keeps it.
     """
 
     def __init__(self, worker_device: str, ps_devices: Sequence[str]):

@@ -212,5 +212,5 @@ def _by_variable(function: str, tower_grads: Sequence[Sequence[Any]]) -> list[tu
 
 
 def _on(device: Any) -> Any:
-    """The scope of a device; none for an empty name, which would be no placement either."""
-    return tf.device(device) if device else contextlib.nullcontext()
+    """The scope of a device, which may be a device function; none for an empty name."""
+    return tf.compat.v1.device(device) if device else contextlib.nullcontext()
