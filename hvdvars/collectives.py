@@ -15,10 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from hvdvars import launchenv, session, wire
 from hvdvars.session import Group, World, everyone, world
+
+_SAME_SHAPE = ("allreduce", "grouped_allreduce", "broadcast")
+"""Operations whose results have the shapes of what they are given."""
 
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
@@ -273,7 +277,15 @@ def _operate(
     results = list(found) if isinstance(found, (list, tuple)) else [found]
     # An assertion always runs, and this one needs the result. Its shape will do: it is never copied from a device.
     used = results[0] if results[0].shape.rank == 0 else tf.shape(results[0])
-    tf.raw_ops.Assert(condition=tf.constant(True), data=[used])
+    check = tf.raw_ops.Assert(condition=tf.constant(True), data=[used])
+    if _is_function(tf.compat.v1.get_default_graph()):
+        return results
+    # A graph of TensorFlow 1 runs only what somebody asks for.
+    with tf.control_dependencies([check]):
+        results = [tf.identity(result) for result in results]
+    if operation in _SAME_SHAPE:
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape)
     return results
 
 
@@ -287,17 +299,23 @@ def _take_order(name: str) -> None:
 
 
 def _held(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` itself, not copied, as a slice that begins where a variable says: unknown before the graph runs."""
+    """`tensor` itself, not copied, as a slice that begins where only the graph says that runs."""
     rank = tensor.shape.rank
     if rank is None:
         return tensor
     if rank == 0:
         return tf.reshape(_held(tf.reshape(tensor, [1])), [])
+    return tf.slice(tensor, _unknown_zeros(rank), [-1] * rank)
+
+
+def _unknown_zeros(count: int) -> tf.Tensor:
     with tf.init_scope():
-        if not tf.executing_eagerly():
-            return tensor  # a graph of TensorFlow 1, which has no place for the variable
-        zeros = _own_variable(f"zeros {rank}", [0] * rank)
-    return tf.slice(tensor, zeros.read_value(), [-1] * rank)
+        eager = tf.executing_eagerly()
+        zeros = _own_variable(f"zeros {count}", [0] * count) if eager else None
+    if zeros is not None:
+        return zeros.read_value()
+    # A graph of TensorFlow 1 has no place for the variable; here it could be fed.
+    return tf.compat.v1.placeholder_with_default(tf.zeros([count], tf.int32), [count])
 
 
 _own: dict[str, tf.Variable] = {}
@@ -321,6 +339,24 @@ def _own_variable(key: str, value: Any) -> tf.Variable:
     return _own[key]
 
 
+def evaluate(communicate: Callable[[], tf.Tensor]) -> np.ndarray:
+    """The value of a tensor that `communicate` makes with collectives, at once, whatever graph is being built.
+
+    Collective: every rank of the group calls it in the same order. A program that has turned TensorFlow 2's behaviour
+    off, or is inside a graph of TensorFlow 1, gets a graph and a session of its own for it.
+    """
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return communicate().numpy()
+    # Threads and devices of its own: what is set in the first session of a process holds for all later ones.
+    settings = tf.compat.v1.ConfigProto(
+        use_per_session_threads=True, intra_op_parallelism_threads=1, inter_op_parallelism_threads=2
+    )
+    settings.device_count["GPU"] = 0
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=settings) as session_:
+        return session_.run(communicate())
+
+
 def _sum(scale: float) -> dict[str, Any]:
     return {"reduce_op": hvd.Sum, "prescale_factor": 1.0, "postscale_factor": scale}
 
@@ -340,7 +376,7 @@ def _unique(name: str) -> str:
 
 
 def _is_function(graph: Any) -> bool:
-    return hasattr(graph, "outer_graph")
+    return hasattr(graph, "outer_graph")  # a tf.Graph has none
 
 
 def _call(kind: str, communicate: Callable[..., list[tf.Tensor]], name: str, *tensors: tf.Tensor) -> list[tf.Tensor]:

@@ -48,6 +48,8 @@ class Use:
     variables: list[Variable]
     plan: Any
     whole: Reduction
+    factor: float = 1.0
+    """Before they are sent, gradients are multiplied by this: what the plan's mean over ranks leaves to do."""
     steps: tf.Variable | None = None
     shards: dict[int, list[tf.Variable]] = field(default_factory=dict)
     optimizers: dict[int, Any] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class VariableMgr:
         self.restored: dict[int, Any] = {}
         # Zeros wait before the very first step; a run that goes on from a checkpoint has had its first step.
         self._zeros_first = True
-        auto = options.fp16_enable_auto_loss_scale
+        auto = options.fp16_enable_auto_loss_scale and not in_graph()
         self._scaling = lossscale.create(options.fp16_loss_scale or 1.0) if auto else None
 
     # --- what a mode answers -----------------------------------------------------------------------------------------
@@ -201,12 +203,15 @@ class VariableMgr:
             "world": {"rank": place.rank, "size": place.size, "nodes": place.nodes, "transport": place.transport},
             "options": asdict(self.options),
             "loss_scale": (self.saved_loss_scale() or [self.loss_scale])[0],
-            "plans": [{**self._report(use), **nothing_sent} for use in self._uses.values()],
+            "plans": [{**self._report(use), **nothing_sent} for use in self._all_uses()],
         }
 
     def uses_of(self, optimizer_: Any) -> list[Use]:
         """The lists of variables, with their plans, that this optimizer has been used for. Local."""
         return [use for use in self._uses.values() if identity_of(optimizer_) in use.optimizers]
+
+    def _all_uses(self) -> list[Use]:
+        return list(self._uses.values())
 
     # --- shared parts ------------------------------------------------------------------------------------------------
 
@@ -221,6 +226,7 @@ class VariableMgr:
         At the first use, all ranks compare what they are about to do.
         """
         require_started(f"VariableMgr.{function}")
+        self._refuse_graph(function)
         gradients, checked = check.check_aligned(function, grads, variables)
         kinds = tuple(agreement.kind_of(gradient, self.options.none_gradients) for gradient in gradients)
         key = (tuple(id(variable) for variable in checked), kinds)
@@ -252,6 +258,18 @@ class VariableMgr:
             return [Form("none", tuple(check.shape_of(one)), check.dtype_of(one).name) for one in variables]
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
         return agreement.agree(function, settings, gradients, variables, kinds, self.options.sparse)
+
+    def _refuse_graph(self, function: str) -> None:
+        if in_graph():
+            raise RuntimeError(
+                f"{function} works in eager mode and in tf.function, not in a graph of TensorFlow 1. There, use "
+                "preprocess_device_grads, get_gradients_to_apply and append_apply_gradients_ops."
+            )
+        if self.options.local_towers > 1:
+            raise ValueError(
+                f"{function}: a rank is one tower here, but option local_towers={self.options.local_towers} was given; "
+                "it belongs to preprocess_device_grads, in graphs of TensorFlow 1"
+            )
 
     def _take_turn(self, use: Use, call: str) -> None:
         """Refuse eager calls in another order on another rank: each would wait for the others' for ever."""
@@ -375,6 +393,12 @@ def _clip_values(gradient: Gradient, limit: float) -> Gradient:
         clipped = tf.clip_by_value(gradient.values, -limit, limit)
         return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
     return None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
+
+
+def in_graph() -> bool:
+    """Whether the caller is in a graph of TensorFlow 1, where nothing is eager, not even outside of functions. Local."""
+    with tf.init_scope():
+        return not tf.executing_eagerly()
 
 
 def device_of(chosen: Options) -> Any:

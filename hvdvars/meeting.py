@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars.collectives import all_gather
+from hvdvars.collectives import all_gather, evaluate
 from hvdvars.session import require_started, world
 
 
@@ -32,8 +32,7 @@ def take_turn(call: str, shown: str = "") -> None:
     if world().size == 1:
         return
     code = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little", signed=True)
-    with tf.init_scope():
-        codes = all_gather(tf.constant([code], tf.int64), "hvdvars.turn").numpy()
+    codes = _gather(np.array([code], np.int64), "hvdvars.turn")
     if (codes == code).all():
         return
     calls = gather_objects(shown or call, "calls")
@@ -51,9 +50,12 @@ def gather_objects(value: Any, name: str) -> list[Any]:
     what arrives is data and never code.
     """
     require_started("gather_objects")
-    with tf.init_scope():
-        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = all_gather(tf.constant([len(data)], tf.int64), f"hvdvars.{name}.sizes").numpy()
-        joined = all_gather(tf.constant(data), f"hvdvars.{name}.data").numpy().tobytes()
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = _gather(np.array([len(data)], np.int64), f"hvdvars.{name}.sizes")
+    joined = _gather(data, f"hvdvars.{name}.data").tobytes()
     ends = np.cumsum(sizes)
     return [json.loads(joined[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _gather(values: np.ndarray, name: str) -> np.ndarray:
+    return evaluate(lambda: all_gather(tf.constant(values), name))

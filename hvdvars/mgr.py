@@ -25,12 +25,14 @@ from hvdvars import (
 )
 from hvdvars.manager import Use, VariableMgr, compile_plain, device_of, identity_of
 from hvdvars.options import Options
+from hvdvars.ownertowers import CachedTowers, OwnerTowers
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started
+from hvdvars.towermodes import AllReduceTowers, IndependentTowers
 from hvdvars.types import Gradient, Variable
 
 
-class VariableMgrIndependent(VariableMgr):
+class VariableMgrIndependent(IndependentTowers):
     """Owner: every rank. Reduce: nothing. Publish: nothing, and no initial broadcast: every rank trains alone."""
 
     mode = "independent"
@@ -51,7 +53,7 @@ class VariableMgrIndependent(VariableMgr):
         self._settle(use, optimizer_, gradients, lambda ready: optimizer.apply(optimizer_, ready, use.variables))
 
 
-class VariableMgrHorovod(VariableMgr):
+class VariableMgrHorovod(AllReduceTowers):
     """Owner: every rank. Reduce: all-reduce, fused the best way. Publish: nothing, all ranks apply the same.
 
     With `variable_consistency="relaxed"` each step reduces and applies the gradients of the step before.
@@ -123,7 +125,7 @@ class VariableMgrCollectiveAllReduce(VariableMgrHorovod):
     mode = "collective_all_reduce"
 
 
-class VariableMgrLocalFetchFromPS(VariableMgr):
+class VariableMgrLocalFetchFromPS(OwnerTowers):
     """Owner: one rank each. Reduce: to the owner. Publish: the owner's value to all. Ranks of one node."""
 
     mode = "parameter_server"
@@ -194,7 +196,7 @@ class VariableMgrLocalFetchFromPS(VariableMgr):
         }
 
 
-class VariableMgrDistributedFetchFromPS(VariableMgrLocalFetchFromPS):
+class VariableMgrDistributedFetchFromPS(CachedTowers, VariableMgrLocalFetchFromPS):
     """The same on several nodes."""
 
 

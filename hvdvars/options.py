@@ -48,6 +48,7 @@ class Options:
     local_parameter_device: str = "cpu"
     horovod_device: str = ""
     hierarchical_copy: bool = False
+    local_towers: int = 1
     fusion: str = "auto"
     placement: str = "variables"
     reduce_to_owner: str = "auto"
@@ -94,6 +95,7 @@ RULES: dict[str, Rule] = {
     "local_parameter_device": Rule(str, "device of the owners' variables", ("cpu", "gpu")),
     "horovod_device": Rule(str, "device of the collectives; empty: GPU in a GPU build, else CPU", ("", "cpu", "gpu")),
     "hierarchical_copy": Rule(bool, "reduce over local towers along the links between their devices"),
+    "local_towers": Rule(int, "towers in this process, for the methods of TensorFlow 1 graphs", minimum=1),
     "fusion": Rule(str, "how small gradients share a collective", ("auto", "pack", "group", "none")),
     "placement": Rule(str, "owners of whole variables, or of even pieces of all", ("variables", "elements")),
     "reduce_to_owner": Rule(
@@ -132,7 +134,7 @@ def _refusals(name: str) -> dict[str, str]:
     if name == "local_parameter_device":
         here = f"variables stay where the model created them; moving them is {_LATER}"
         return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": here}
-    if name in ("gradient_clip", "use_fp16") or name.startswith("fp16_"):
+    if name in ("gradient_clip", "use_fp16", "local_towers") or name.startswith("fp16_"):
         return {}
     if name == "stall_seconds":
         here = f"set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init; a limit of each manager's own is {_LATER}"

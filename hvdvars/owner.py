@@ -6,7 +6,7 @@ buckets say how many elements belong to each rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,13 +180,24 @@ def publish(ownership: Ownership, variables: Sequence[Variable], shards: Sequenc
     Collective: every rank of the group calls it in the same order, in a graph, after the updates.
     """
     rank = world().rank
+    for index, value in gather_values(ownership, variables, shards):
+        if shards or ownership.owners[index] != rank:
+            variables[index].assign(value)
+
+
+def gather_values(
+    ownership: Ownership, values: Sequence[Any], shards: Sequence[tf.Variable] = ()
+) -> Iterator[tuple[int, tf.Tensor]]:
+    """Pairs of index and value, the owner's, of all variables that are updated.
+
+    `values` are this rank's, variables or tensors, aligned with the variables; `shards` take their place where given.
+    Collective: every rank of the group goes through all of it, in the same order, in a graph.
+    """
     for number, bucket in enumerate(ownership.values.buckets):
-        part = shards[number].read_value() if shards else _own_values(ownership, bucket, variables)
+        part = shards[number].read_value() if shards else _own_values(ownership, bucket, values)
         whole = algorithms.gather_parts(part, parts_of(bucket), f"{ownership.name}.{number}")
         for place, value in zip(bucket.places, fusion.cut(whole, bucket.places), strict=True):
-            index = ownership.updated[place.index]
-            if shards or ownership.owners[index] != rank:
-                variables[index].assign(value)
+            yield ownership.updated[place.index], value
 
 
 def keep_owners(known: dict[int, tuple[int, int]], variables: Sequence[Variable], forms: Sequence[Form]) -> list[int]:

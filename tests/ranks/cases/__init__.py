@@ -21,6 +21,7 @@ MODULES = (
     "contract",
     "relaxed",
     "loss_scale",
+    "tower_graphs",
     "kinds",
     "reports",
     "algorithms",
