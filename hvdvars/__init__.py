@@ -25,6 +25,9 @@ _HOMES = {
         "VariableMgrCollectiveAllReduce",
         "VariableMgrLocalFetchFromPS",
         "VariableMgrDistributedFetchFromPS",
+        "VariableMgrLocalFetchFromStagedPS",
+        "VariableMgrDistributedFetchFromStagedPS",
+        "VariableMgrDistributedReplicated",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

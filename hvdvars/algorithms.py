@@ -82,38 +82,49 @@ def shuffle(
     return tf.concat([back[order.index(k)] for k in range(shards)], 0)
 
 
-def _move_and_sum(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, group: Group) -> tf.Tensor:
+def _move_and_sum(
+    buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, group: Group, wide: bool = False
+) -> tf.Tensor:
     received = collectives.all_to_all(buffer, parts, f"{name}.shards", group)
-    return _sum(tf.split(received, [parts[group.place]] * group.size), scale)
+    return _sum(tf.split(received, [parts[group.place]] * group.size), scale, wide)
 
 
-def reduce_parts(buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, way: str) -> tf.Tensor:
+def reduce_parts(
+    buffer: tf.Tensor, parts: Sequence[int], name: str, scale: float, way: str, wide: bool = False
+) -> tf.Tensor:
     """This rank's part of the summed buffer: `parts[r]` elements belong to rank r, in rank order.
 
+    With `wide`, a sum of float16 or bfloat16 comes as float32; with an all-to-all it has not been rounded before.
     Collective: every rank of the group calls it in the same order. `way` is one of `WAYS`: exact uneven pieces and a
     local sum; a reduce-scatter of parts padded to the largest; or an all-reduce of which the rest is dropped.
     """
     rank, ranks = world().rank, world().size
-    if ranks == 1:
-        return collectives.all_reduce(buffer, name, scale)
-    if way == "all_reduce":
+    if ranks > 1 and way == "all_to_all":
+        return _move_and_sum(buffer, parts, name, scale, everyone(), wide)
+    if ranks == 1 or way == "all_reduce":
         start = sum(parts[:rank])
-        return collectives.all_reduce(buffer, name, scale)[start : start + parts[rank]]
-    if way == "reduce_scatter":
+        part = collectives.all_reduce(buffer, name, scale)
+        part = part if ranks == 1 else part[start : start + parts[rank]]
+    else:
         largest = max(parts)
         padded = [tf.pad(piece, [[0, largest - piece.shape[0]]]) for piece in tf.split(buffer, list(parts))]
-        return collectives.reduce_scatter(tf.concat(padded, 0), name, scale)[: parts[rank]]
-    return _move_and_sum(buffer, parts, name, scale, everyone())
+        part = collectives.reduce_scatter(tf.concat(padded, 0), name, scale)[: parts[rank]]
+    return tf.cast(part, _wide(part.dtype)) if wide else part
 
 
-def _sum(parts: Sequence[tf.Tensor], scale: float) -> tf.Tensor:
+def _sum(parts: Sequence[tf.Tensor], scale: float, wide: bool = False) -> tf.Tensor:
     dtype = parts[0].dtype
     # Half precision would round after each addend.
-    wide = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
-    total = tf.cast(parts[0], wide)
+    added = _wide(dtype)
+    total = tf.cast(parts[0], added)
     for part in parts[1:]:
-        total += tf.cast(part, wide)
-    return tf.cast(total if scale == 1.0 else total * tf.cast(scale, wide), dtype)
+        total += tf.cast(part, added)
+    total = total if scale == 1.0 else total * tf.cast(scale, added)
+    return total if wide else tf.cast(total, dtype)
+
+
+def _wide(dtype: tf.DType) -> tf.DType:
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def gather_parts(part: tf.Tensor, parts: Sequence[int], name: str, group: Group | None = None) -> tf.Tensor:

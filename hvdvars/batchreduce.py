@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import collectives, mgr, smalltensors
+from hvdvars import collectives, mgr, smalltensors, spec
 from hvdvars.options import Options
 
 
@@ -164,7 +164,7 @@ def algorithm_from_params(params: Any) -> BatchAllReduceAlgorithm:
 
 def single_range(text: str, mode: str) -> str:
     """The spec, if it has one range. Local. Raises ValueError."""
-    ranges = mgr.spec.parse(text)
+    ranges = spec.parse(text)
     if len(ranges) > 1:
         raise ValueError(f"{mode}: all_reduce_spec={text!r} is hybrid; this mode takes one range without a limit")
     return text
@@ -176,10 +176,15 @@ def merge(options: Options) -> Options:
     tf_cnn_benchmarks takes them together: what has been joined is not packed again, and pieces are pieces.
     """
     if options.gradient_repacking:
-        ranges = mgr.spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
-        whole = mgr.spec.unparse([replace(part, shards=1) for part in ranges]) or None
-        none = {"agg_small_grads_max_bytes": None, "agg_small_grads_max_group": None, "allreduce_merge_scope": None}
-        return replace(options, all_reduce_spec=whole, **none)
+        ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
+        whole = spec.unparse([replace(part, shards=1) for part in ranges]) or None
+        return replace(
+            options,
+            all_reduce_spec=whole,
+            agg_small_grads_max_bytes=None,
+            agg_small_grads_max_group=None,
+            allreduce_merge_scope=None,
+        )
     if not options.agg_small_grads_max_bytes:
         options = replace(options, agg_small_grads_max_group=None)
     if (options.allreduce_merge_scope or 1) <= 1 or options.agg_small_grads_max_bytes:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import check, guard, holding, meeting, relay, restoring, slots, snapshot
+from hvdvars import check, guard, holding, masters, meeting, relay, restoring, slots, snapshot
 from hvdvars.holding import Piece
-from hvdvars.mgr import VariableMgr, VariableMgrLocalFetchFromPS
+from hvdvars.manager import VariableMgr
 from hvdvars.optimizer import tf_variable
+from hvdvars.owners import VariableMgrLocalFetchFromPS
 from hvdvars.session import require_started, world
 from hvdvars.types import Variable
 
@@ -59,10 +60,12 @@ def save(
     received = relay.collect(values, "checkpoint")
 
     def write() -> str:
-        slots_, shared = holding.assemble(headers, received)
+        whole, shared = holding.assemble(headers, received)
+        slots_ = {key: value for key, value in whole.items() if key[0] != masters.SLOT}
         arrays = {f"variable/{i}": slots.read(variable) for i, variable in enumerate(chosen)}
         arrays |= {f"slot/{name}/{index}": value for (name, index), value in slots_.items()}
         arrays |= {f"scalar/{name}": value for name, value in shared.items()}
+        arrays |= {f"master/{index}": value for (name, index), value in whole.items() if name == masters.SLOT}
         meta = {
             "variables": [guard.describe(variable) for variable in chosen],
             "optimizer": _described(optimizer, slots_, shared),
@@ -113,23 +116,27 @@ def restore(
         _check_variables(path, meta["variables"], described)
         if optimizer is not None:
             restoring.check_optimizer(path, meta["optimizer"], holding.name_of(optimizer))
-        arrays.update(
-            {key: value for key, value in found.items() if optimizer is not None or key.startswith("variable/")}
-        )
+        wanted = {"variable"} if optimizer is None else {"variable", "slot", "scalar"}
+        wanted |= {"master"} if mgr.masters is not None and mgr.masters.exact else set()
+        arrays.update({key: value for key, value in found.items() if key.partition("/")[0] in wanted})
         return [meta, relay.layout_of(arrays)]
 
     meta, layout = relay.from_root(function, read)
     saved = restoring.with_shapes(meta["optimizer"], layout)
     target = relay.together(function, lambda: None if optimizer is None else _target(mgr, optimizer, chosen, saved))
+    plain = dict(enumerate(chosen))
     for key, value in relay.deliver(arrays, layout, "checkpoint"):
         kind, _, rest = key.partition("/")
         if kind == "variable":
             slots.write(chosen[int(rest)], value)
+        elif kind == "master":
+            mgr.masters.restore(plain.pop(int(rest)), value)
         elif target is not None:
             target.take(kind, rest, value)
     if target is not None:
         target.arrived()
         mgr.restored[id(optimizer)] = target
+    mgr.adopt(list(plain.values()))
     mgr.drop_pending()
     mgr.restore_loss_scale(meta.get("loss_scale"))
     return meta["extra"]
@@ -171,8 +178,9 @@ def _own_state(
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict of JSON-able values, got {type(extra).__name__}")
     json.dumps(extra)
+    exact = [] if mgr.masters is None else mgr.masters.pieces(chosen)
     if optimizer is None:
-        return chosen, [], {}
+        return chosen, exact, {}
     uses = mgr.uses_of(optimizer)
     holding.check_trained(optimizer, uses, chosen)
     held = holding.hold(optimizer, chosen, uses)
@@ -190,7 +198,7 @@ def _own_state(
     if waiting is not None and first:
         pieces += waiting.pieces(chosen)
         scalars |= waiting.scalars
-    return chosen, pieces, scalars
+    return chosen, pieces + exact, scalars
 
 
 def _described(optimizer: Any, whole: Mapping[tuple[str, int], Any], shared: Mapping[str, Any]) -> Any:

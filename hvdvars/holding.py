@@ -1,7 +1,7 @@
 """The part of an optimizer's state that one rank holds, in terms of a list of variables: in and out of the slots.
 
 Whatever the mode, a slot is named by its name and its variable's index, and has the variable's full shape; here are the
-pieces of it that are on this rank. No communication.
+pieces of it that are on this rank. Slots of a master are those of its variable. No communication.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ def hold(optimizer_: Any, variables: Sequence[Variable], uses: Sequence[Any]) ->
     owned = [use for use in uses if isinstance(use.plan, owner.Ownership)]
     shards = [shard for use in owned for shard in use.shards.get(id(optimizer_), [])]
     if shards:
-        return Holding(name, variables, slots.find(optimizer_, shards), _cut_parts(owned, places), False)
-    state = slots.find(optimizer_, variables)
+        return Holding(name, variables, slots.find(optimizer_, shards), cut_parts(owned, places), False)
+    masters = {key: master for use in owned for key, master in use.masters.items()}
+    state = slots.find(optimizer_, [masters.get(id(optimizer.tf_variable(one)), one) for one in variables])
     if not owned:
         return Holding(name, variables, state, [Part(i, i) for i in range(len(variables))], True)
     mine = [v for use in owned if use.plan.owners for v in owner.owned_variables(use.plan, use.variables)]
@@ -168,10 +169,12 @@ def hold(optimizer_: Any, variables: Sequence[Variable], uses: Sequence[Any]) ->
 
 
 def held_variables(optimizer_: Any, use: Any) -> list[Variable]:
-    """What the optimizer updates on this rank, in one use: shards, owned variables, or all of them. Local."""
+    """What the optimizer updates on this rank, in one use: shards, owned variables or their masters, or all. Local."""
     if not isinstance(use.plan, owner.Ownership):
         return list(use.variables)
-    return use.shards.get(id(optimizer_)) or owner.owned_variables(use.plan, use.variables)
+    owned = owner.owned_variables(use.plan, use.variables)
+    masters = [use.masters.get(id(optimizer.tf_variable(variable)), variable) for variable in owned]
+    return use.shards.get(id(optimizer_)) or masters
 
 
 def name_of(optimizer_: Any) -> str:
@@ -179,8 +182,11 @@ def name_of(optimizer_: Any) -> str:
     return "callable" if optimizer.kind_of(optimizer_) == "callable" else type(optimizer_).__name__
 
 
-def _cut_parts(uses: Sequence[Any], places: dict[int, int]) -> list[Part]:
-    """The pieces of variables that lie in this rank's shards, the shards of all uses counted through."""
+def cut_parts(uses: Sequence[Any], places: dict[int, int]) -> list[Part]:
+    """The pieces of variables that lie in this rank's shards, the shards of all uses counted through. Local.
+
+    `places` gives the index of a variable by the id of its `tf.Variable`; others are left out.
+    """
     parts: list[Part] = []
     held = 0
     for use in uses:

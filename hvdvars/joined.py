@@ -166,7 +166,7 @@ def _joined(base: Any, managers: Any) -> Any:
 
         @contextlib.contextmanager
         def _as_worker(self) -> Iterator[None]:
-            before = self.job_name, self.task_index
+            before: Any = self.job_name, self.task_index
             self.job_name, self.task_index = "worker", world().rank
             try:
                 yield

@@ -55,6 +55,8 @@ class Use:
     optimizers: dict[int, Any] = field(default_factory=dict)
     functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     late: dict[int, staging.Late] = field(default_factory=dict)
+    masters: dict[int, tf.Variable] = field(default_factory=dict)
+    """What the optimizer updates in place of a variable, by the id of the `tf.Variable`; see `hvdvars.masters`."""
 
 
 class VariableMgr:
@@ -63,6 +65,8 @@ class VariableMgr:
     mode = ""
     alone = False
     """Whether every rank trains by itself: nothing is compared or sent."""
+    masters: Any = None
+    """In modes that keep whole masters beside the variables: those of this rank, a `hvdvars.masters.Masters`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -179,6 +183,9 @@ class VariableMgr:
         for use in self._uses.values():
             for late in use.late.values():
                 staging.drop(late)
+
+    def adopt(self, variables: Sequence[Variable]) -> None:
+        """Let the values of these variables be the newest ones, as after a restore: masters take them. Local."""
 
     def saved_loss_scale(self) -> list[float] | None:
         """Scale and normal steps of an automatic loss scale, for a checkpoint; None without one. Local."""
@@ -396,7 +403,7 @@ def _clip_values(gradient: Gradient, limit: float) -> Gradient:
 
 
 def in_graph() -> bool:
-    """Whether the caller is in a graph of TensorFlow 1, where nothing is eager, not even outside of functions. Local."""
+    """Whether the caller is in a graph of TensorFlow 1, where nothing is eager. Local."""
     with tf.init_scope():
         return not tf.executing_eagerly()
 

@@ -1,6 +1,7 @@
 """Variable managers: who owns a variable, how gradients meet, how values get back.
 
-A mode is a class below that answers these three questions; `hvdvars.manager` has the rest. `create` picks the class.
+A mode is a class that answers these three questions: below, and in `hvdvars.owners` where variables have owners;
+`hvdvars.manager` has the rest. `create` picks the class.
 """
 
 from __future__ import annotations
@@ -11,21 +12,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import (
-    broadcast,
-    collectives,
-    hierarchy,
-    optimizer,
-    options,
-    owner,
-    reduce,
-    scaling,
-    spec,
-    staging,
-)
+from hvdvars import collectives, hierarchy, optimizer, options, reduce, spec, staging
 from hvdvars.manager import Use, VariableMgr, compile_plain, device_of, identity_of
 from hvdvars.options import Options
-from hvdvars.ownertowers import CachedTowers, OwnerTowers
+from hvdvars.owners import (
+    VariableMgrDistributedFetchFromPS,
+    VariableMgrDistributedFetchFromStagedPS,
+    VariableMgrDistributedReplicated,
+    VariableMgrLocalFetchFromPS,
+    VariableMgrLocalFetchFromStagedPS,
+)
 from hvdvars.reduce import Form, Reduction
 from hvdvars.session import require_started
 from hvdvars.towermodes import AllReduceTowers, IndependentTowers
@@ -125,81 +121,6 @@ class VariableMgrCollectiveAllReduce(VariableMgrHorovod):
     mode = "collective_all_reduce"
 
 
-class VariableMgrLocalFetchFromPS(OwnerTowers):
-    """Owner: one rank each. Reduce: to the owner. Publish: the owner's value to all. Ranks of one node."""
-
-    mode = "parameter_server"
-
-    def _broadcast_targets(self, targets: Any) -> list[Variable]:
-        # Slots live on their owners only, and differ from rank to rank: they start from zero on each.
-        return broadcast.flatten_targets(targets, slots=False)
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self._owners: dict[int, tuple[int, int]] = {}
-
-    def _plan(self, name: str, variables: list[Variable], forms: Sequence[Form], whole: Reduction) -> owner.Ownership:
-        if self.options.placement == "elements":
-            return owner.plan_ownership(name, forms, self.options)
-        return owner.plan_ownership(name, forms, self.options, owner.keep_owners(self._owners, variables, forms))
-
-    def _build(self, use: Use, optimizer_: Any) -> None:
-        owner.refuse_optimizer(optimizer_, use.variables, self.options.placement)
-        if self.options.placement == "variables":
-            mine = owner.owned_variables(use.plan, use.variables)
-            if mine:
-                self._make_slots(optimizer_, mine)
-            return
-        if any(id(optimizer_) in other.shards for other in self._uses.values()):
-            raise ValueError(
-                "apply_gradients: this optimizer has slots for other variables or another pattern of None gradients, "
-                "cut in another way. Use placement='variables', or one optimizer for each list of variables."
-            )
-        use.shards[id(optimizer_)] = owner.create_shards(use.plan)
-        self._make_slots(optimizer_, use.shards[id(optimizer_)])
-
-    def _update(self, use: Use, optimizer_: Any, gradients: list[Gradient]) -> None:
-        with device_of(self.options):
-            mine = owner.reduce_to_owners(use.plan, gradients)
-        shards = use.shards.get(id(optimizer_), [])
-        if shards:
-            owner.fill_shards(use.plan, shards, use.variables)
-        owned = shards or owner.owned_variables(use.plan, use.variables)
-        self._settle(use, optimizer_, mine, lambda ready: optimizer.apply(optimizer_, ready, owned))
-        with device_of(self.options):
-            owner.publish(use.plan, use.variables, shards)
-
-    def _ready(self, use: Use, optimizer_: Any, gradients: list[Gradient]) -> list[Gradient]:
-        clipped, norm = self._clip(gradients), optimizer.global_clipnorm(optimizer_)
-        if norm is None:
-            return clipped
-        # The optimizer sees a part only; clipped here to the norm of all, it leaves its part as it is.
-        with device_of(self.options):
-            return owner.clip_to_global_norm(use.plan.name, clipped, norm)
-
-    def _finite(self, use: Use, gradients: list[Gradient]) -> tf.Tensor:
-        # Each owner sees its part only.
-        wrong = tf.cast(tf.logical_not(scaling.all_finite(gradients)), tf.float32)
-        with device_of(self.options):
-            return tf.equal(collectives.all_reduce(wrong, f"{use.plan.name}.finite"), 0.0)
-
-    def _report(self, use: Use) -> dict[str, Any]:
-        plan = use.plan
-        clips = any(optimizer.global_clipnorm(one) is not None for one in use.optimizers.values())
-        return {
-            **super()._report(use),
-            "buckets": len(plan.values.buckets),
-            "collectives_per_step": plan.collectives + clips + (self._scaling is not None),
-            "bytes_per_step": plan.gradients.bytes + plan.values.bytes,
-            "sparse": sum(form.kind == "sparse" for form in plan.forms),
-            "owners": list(plan.owned_bytes),
-        }
-
-
-class VariableMgrDistributedFetchFromPS(CachedTowers, VariableMgrLocalFetchFromPS):
-    """The same on several nodes."""
-
-
 _CLASSES: dict[str, type[VariableMgr]] = {
     kind.mode: kind
     for kind in (
@@ -209,7 +130,15 @@ _CLASSES: dict[str, type[VariableMgr]] = {
         VariableMgrDistributedAllReduce,
         VariableMgrCollectiveAllReduce,
         VariableMgrLocalFetchFromPS,
+        VariableMgrDistributedReplicated,
     )
+}
+# By staged_vars, and whether there are several nodes.
+_PARAMETER_SERVERS: dict[tuple[bool, bool], type[VariableMgr]] = {
+    (False, False): VariableMgrLocalFetchFromPS,
+    (False, True): VariableMgrDistributedFetchFromPS,
+    (True, False): VariableMgrLocalFetchFromStagedPS,
+    (True, True): VariableMgrDistributedFetchFromStagedPS,
 }
 
 
@@ -227,6 +156,17 @@ def create(mode: str, **given: Any) -> VariableMgr:
     """
     chosen = options.resolve(mode, **given)
     place = require_started("create")
+    check_build(chosen)
+    if mode == "parameter_server":
+        return _PARAMETER_SERVERS[chosen.staged_vars, place.nodes > 1](chosen)
+    return _CLASSES[mode](chosen)
+
+
+def check_build(chosen: Options) -> None:
+    """Refuse options that ask for what this machine or build lacks, and make the process sets that they need.
+
+    Collective where the spec names an algorithm in two stages, as `create`; else local. Raises RuntimeError.
+    """
     algs = [part.alg for part in spec.parse(chosen.all_reduce_spec)] if chosen.all_reduce_spec else []
     nccl = [alg for alg in algs if alg.startswith("nccl")]
     if nccl and not chosen.allow_cpu and not collectives.nccl_built():
@@ -235,10 +175,8 @@ def create(mode: str, **given: Any) -> VariableMgr:
             "built without. Build it with NCCL=1 scripts/setup.sh, use the CPU transport with allow_cpu=True, or name "
             "another algorithm, such as 'xring'."
         )
-    if chosen.horovod_device == "gpu" and not tf.config.list_logical_devices("GPU"):
-        raise RuntimeError("create: horovod_device='gpu', but TensorFlow sees no GPU here. Leave it out or use 'cpu'.")
+    for name in ("horovod_device", "local_parameter_device"):
+        if getattr(chosen, name) == "gpu" and not tf.config.list_logical_devices("GPU"):
+            raise RuntimeError(f"create: {name}='gpu', but TensorFlow sees no GPU here. Leave it out or use 'cpu'.")
     if any(alg in spec.HIERARCHICAL for alg in algs):
         hierarchy.establish()
-    if mode == "parameter_server" and place.nodes > 1:
-        return VariableMgrDistributedFetchFromPS(chosen)
-    return _CLASSES[mode](chosen)

@@ -122,6 +122,19 @@ def is_elementwise(optimizer: Any) -> bool | None:
     return not excluded
 
 
+def decay_alike(optimizer: Any, variables: Sequence[Variable], others: Sequence[Variable]) -> None:
+    """Let weight decay leave out those of `others` whose variable it leaves out, by its name or itself. Local."""
+    asks = getattr(optimizer, "_use_weight_decay", None)
+    if asks is None:
+        return
+    for variable, other in zip(variables, others, strict=True):
+        key, decays = optimizer._var_key(other), asks(variable)
+        if hasattr(optimizer, "_exclude_from_weight_decay_cache"):
+            optimizer._exclude_from_weight_decay_cache[key] = decays
+        elif not decays:
+            optimizer._exclude_from_weight_decay.append(key)
+
+
 def describe(optimizer: Any) -> str:
     """Class and settings, without names: what has to be equal on all ranks. Local."""
     try:

@@ -52,6 +52,7 @@ class Options:
     fusion: str = "auto"
     placement: str = "variables"
     reduce_to_owner: str = "auto"
+    copy_dtype: str = ""
     sparse: str = "auto"
     none_gradients: str = "error"
     gradient_clip: float | None = None
@@ -87,12 +88,12 @@ RULES: dict[str, Rule] = {
     ),
     "compact_gradient_transfer": Rule(bool, "float16 on the wire, the gradient's own type before and after"),
     "variable_consistency": Rule(str, "relaxed: apply the gradients of the step before", ("strong", "relaxed")),
-    "staged_vars": Rule(bool, "read the owners' values one step late"),
+    "staged_vars": Rule(bool, "read the owners' values one step late, so that publishing overlaps with computing"),
     "use_fp16": Rule(bool, "the loss is multiplied by `mgr.loss_scale`; reduced gradients are divided by it"),
     "fp16_loss_scale": Rule(float, "the (first) loss scale", minimum=0, above=True),
     "fp16_enable_auto_loss_scale": Rule(bool, "halve the loss scale on overflow, double it after normal steps"),
     "fp16_inc_loss_scale_every_n": Rule(int, "normal steps before the loss scale doubles", minimum=1),
-    "local_parameter_device": Rule(str, "device of the owners' variables", ("cpu", "gpu")),
+    "local_parameter_device": Rule(str, "device of the owners' master copies and of their updates", ("cpu", "gpu")),
     "horovod_device": Rule(str, "device of the collectives; empty: GPU in a GPU build, else CPU", ("", "cpu", "gpu")),
     "hierarchical_copy": Rule(bool, "reduce over local towers along the links between their devices"),
     "local_towers": Rule(int, "towers in this process, for the methods of TensorFlow 1 graphs", minimum=1),
@@ -100,6 +101,11 @@ RULES: dict[str, Rule] = {
     "placement": Rule(str, "owners of whole variables, or of even pieces of all", ("variables", "elements")),
     "reduce_to_owner": Rule(
         str, "how gradients reach their owner", ("auto", "all_to_all", "reduce_scatter", "all_reduce")
+    ),
+    "copy_dtype": Rule(
+        str,
+        "dtype in which masters are published; masters of float32 and of this dtype are float32",
+        ("", "float16", "bfloat16"),
     ),
     "sparse": Rule(str, "how IndexedSlices cross the wire", ("auto", "sparse", "dense")),
     "none_gradients": Rule(str, "zeros: a gradient that is None counts as zeros", ("error", "zeros")),
@@ -110,54 +116,57 @@ RULES: dict[str, Rule] = {
     "stall_seconds": Rule(float, "report a collective that waits this long; 0: never", minimum=0),
 }
 
-_LATER = "not part of this version of hvdvars"
-_LATER_MODES = ("distributed_replicated",)
+_OWNER_MODES = ("parameter_server", "distributed_replicated")
 _ALL_REDUCE_MODES = ("replicated", "distributed_all_reduce", "collective_all_reduce", "horovod")
 _NO_REDUCE = "this mode neither reduces nor exchanges anything: every rank keeps its own values"
 _NO_BUCKETS = "buckets follow the owners in this mode; use fusion="
+_NO_COMPACT = "float16 on the wire belongs to the all-reduce modes"
 _NO_OWNER = "variables have no single owner in this mode; use parameter_server"
 _NO_RELAXED = "owners apply gradients as they come; use horovod or another mode without owners"
-_NO_SPEC = {
-    "horovod": "this mode picks the all-reduce itself; use replicated or distributed_all_reduce",
-    "parameter_server": "gradients go to owners here; use reduce_to_owner=",
-}
+_NO_SPEC = "gradients go to owners here; use reduce_to_owner="
+_NO_CHOICE = "this mode picks the all-reduce itself; use replicated or distributed_all_reduce"
+_NO_HALVES = "only replicated adds up towers in two halves"
+_NO_STAGE = "every copy has the owner's new value when a step returns in this mode; use parameter_server"
+_NO_PIECES = "masters are whole variables in this mode; use parameter_server"
+_NO_MASTERS = "only distributed_replicated keeps masters beside copies of another dtype"
+_NO_LIMIT = "Horovod has one limit for the process: set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init"
 
 
 def _refusals(name: str) -> dict[str, str]:
     """Mode → why `name` cannot be set to anything but its default there."""
-    if name == "variable_consistency":
-        return {"independent": _NO_REDUCE, "parameter_server": _NO_RELAXED}
+    if name == "stall_seconds":
+        return dict.fromkeys(MODES, _NO_LIMIT)
     if name == "hierarchical_copy":
-        return dict.fromkeys(MODES, _LATER)
-    if name == "staged_vars":
-        return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": _LATER}
-    if name == "local_parameter_device":
-        here = f"variables stay where the model created them; moving them is {_LATER}"
-        return {**dict.fromkeys(MODES, _NO_OWNER), "independent": _NO_REDUCE, "parameter_server": here}
+        return {**dict.fromkeys(set(MODES) - {"replicated"}, _NO_HALVES), "independent": _NO_REDUCE}
     if name in ("gradient_clip", "use_fp16", "local_towers") or name.startswith("fp16_"):
         return {}
-    if name == "stall_seconds":
-        here = f"set HOROVOD_STALL_CHECK_TIME_SECONDS before hvdvars.init; a limit of each manager's own is {_LATER}"
-        return dict.fromkeys(MODES, here)
     if name == "allow_cpu":
         here = "only the nccl algorithms of an all_reduce_spec ask for NCCL"
         return dict.fromkeys(set(MODES) - {"replicated", "distributed_all_reduce"}, here)
+    return {**_refusals_with_owners(name), "independent": _NO_REDUCE}
+
+
+def _refusals_with_owners(name: str) -> dict[str, str]:
+    """The same for options that have to do with owners or with all-reduce."""
+    without_owners = dict.fromkeys(_ALL_REDUCE_MODES, _NO_OWNER)
+    if name == "copy_dtype":
+        return {**dict.fromkeys(_ALL_REDUCE_MODES, _NO_MASTERS), "parameter_server": _NO_MASTERS}
+    if name == "staged_vars":
+        return {**without_owners, "distributed_replicated": _NO_STAGE}
+    if name == "placement":
+        return {**without_owners, "distributed_replicated": _NO_PIECES}
+    if name in ("reduce_to_owner", "local_parameter_device"):
+        return without_owners
     if name == "all_reduce_spec":
-        return {"independent": _NO_REDUCE, **_NO_SPEC}
-    if name in ("placement", "reduce_to_owner"):
-        return {**dict.fromkeys(_ALL_REDUCE_MODES, _NO_OWNER), "independent": _NO_REDUCE}
-    if name.startswith("agg_") or name in (
-        "gradient_repacking",
-        "allreduce_merge_scope",
-        "compact_gradient_transfer",
-    ):
-        here = _NO_BUCKETS if name != "compact_gradient_transfer" else f"float16 on the way to owners is {_LATER}"
-        return {"independent": _NO_REDUCE, "parameter_server": here}
-    return {"independent": _NO_REDUCE}
+        return {**dict.fromkeys(_OWNER_MODES, _NO_SPEC), "horovod": _NO_CHOICE}
+    reasons = {"variable_consistency": _NO_RELAXED, "compact_gradient_transfer": _NO_COMPACT}
+    if name in reasons or name.startswith("agg_") or name in ("gradient_repacking", "allreduce_merge_scope"):
+        return dict.fromkeys(_OWNER_MODES, reasons.get(name, _NO_BUCKETS))
+    return {}
 
 
 def _table_row(name: str) -> dict[str, str | None]:
-    refused = {**_refusals(name), **dict.fromkeys(_LATER_MODES, f"the mode is {_LATER}")}
+    refused = _refusals(name)
     return {mode: refused.get(mode) for mode in MODES}
 
 
@@ -193,6 +202,7 @@ def resolve(mode: str, **options: Any) -> Options:
     _check_spec(mode, given)
     _check_nccl(mode, given)
     _check_owners(mode, given)
+    _check_towers(mode, given)
     if mode == "collective_all_reduce":
         given.setdefault("all_reduce_spec", "collective")
     if "use_fp16" in given:
@@ -207,9 +217,6 @@ def _check_mode(mode: str) -> None:
         raise TypeError(f"create: mode must be one of {', '.join(MODES)}; got {mode!r} ({type(mode).__name__})")
     if mode not in MODES:
         raise ValueError(f"create: unknown mode {mode!r}{_near(mode, MODES)}; the modes are {', '.join(MODES)}")
-    if mode in _LATER_MODES:
-        ready = ", ".join(name for name in MODES if name not in _LATER_MODES)
-        raise ValueError(f"create: mode {mode!r} is {_LATER}; use one of {ready}")
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -274,7 +281,13 @@ def _check_loss_scale(mode: str, given: Mapping[str, Any]) -> None:
 
 
 def _check_owners(mode: str, given: Mapping[str, Any]) -> None:
-    if mode == "parameter_server" and given.get("fusion") == "group":
+    if mode == "parameter_server" and "local_parameter_device" in given and "staged_vars" not in given:
+        device = given["local_parameter_device"]
+        raise ValueError(
+            f"create({mode!r}): option local_parameter_device={device!r} is refused: variables stay where the model "
+            "created them here; staged_vars=True and distributed_replicated keep masters on a device of their own"
+        )
+    if mode in _OWNER_MODES and given.get("fusion") == "group":
         raise ValueError(
             f"create({mode!r}): option fusion='group' is refused: Horovod has no groups for all-to-all; "
             "use 'auto' or 'none'"
@@ -283,6 +296,14 @@ def _check_owners(mode: str, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"create({mode!r}): sparse='sparse' and placement='elements' contradict each other: rows cannot be cut; "
             "use placement='variables', or sparse='dense'"
+        )
+
+
+def _check_towers(mode: str, given: Mapping[str, Any]) -> None:
+    if "hierarchical_copy" in given and "local_towers" not in given:
+        raise ValueError(
+            f"create({mode!r}): option hierarchical_copy={given['hierarchical_copy']!r} has no effect with one tower "
+            "per rank; give local_towers too, and use the methods for graphs of TensorFlow 1"
         )
 
 

@@ -48,6 +48,10 @@ class Ownership:
     def owned_bytes(self) -> tuple[int, ...]:
         """Bytes of variables that each rank owns."""
         ranks = world().size
+        if self.owners:
+            return placement.balance(
+                [self.owners[i] for i in self.updated], [self.forms[i].bytes for i in self.updated], ranks
+            )
         loads = [0] * ranks
         for bucket in self.values.buckets:
             for rank, part in enumerate(parts_of(bucket)):
@@ -73,13 +77,21 @@ def plan_ownership(
     owners = tuple(placement.place([form.bytes for form in forms], ranks) if owners is None else owners)
     dense = tuple(i for i in updated if forms[i].kind == "dense")
 
-    def plan_for(indices: Sequence[int]) -> fusion.Plan:
-        shapes, dtypes = [forms[i].shape for i in indices], [forms[i].dtype for i in indices]
-        return fusion.plan_owned(shapes, dtypes, [owners[i] for i in indices], ranks, together=together)
+    def plan_for(indices: Sequence[int], dtypes: Sequence[str]) -> fusion.Plan:
+        shapes = [forms[i].shape for i in indices]
+        return fusion.plan_owned(
+            shapes, [dtypes[i] for i in indices], [owners[i] for i in indices], ranks, together=together
+        )
 
-    return Ownership(
-        name, tuple(forms), "variables", owners, dense, plan_for(dense), updated, plan_for(updated), scale, way
-    )
+    own = [form.dtype for form in forms]
+    gradients = plan_for(dense, own)
+    values = plan_for(updated, [published_as(dtype, options.copy_dtype) for dtype in own])
+    return Ownership(name, tuple(forms), "variables", owners, dense, gradients, updated, values, scale, way)
+
+
+def published_as(dtype: str, copy_dtype: str) -> str:
+    """The dtype in which the values of variables of `dtype` are published. Local."""
+    return copy_dtype if copy_dtype and dtype == "float32" else dtype
 
 
 def parts_of(bucket: fusion.Bucket) -> tuple[int, ...]:
@@ -136,9 +148,10 @@ def refuse_optimizer(optimizer_: Any, variables: Sequence[Variable], placement: 
         raise ValueError("apply_gradients: a variable with a constraint has to stay whole. Use placement='variables'.")
 
 
-def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> list[Gradient]:
+def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient], wide: bool = False) -> list[Gradient]:
     """The reduced gradients that this rank applies: of its shards, or aligned with `owned_variables` (None stays None).
 
+    With `wide`, sums of float16 and bfloat16 come as float32, as the owner has added them up.
     Collective: every rank of the group calls it in the same order, in a graph.
     """
     tensors = reduce.as_tensors(ownership.forms, ownership.dense, gradients)
@@ -146,7 +159,7 @@ def reduce_to_owners(ownership: Ownership, gradients: Sequence[Gradient]) -> lis
     for number, bucket in enumerate(ownership.gradients.buckets):
         buffer = fusion.fill(bucket, tensors)
         name = f"{ownership.name}.{number}"
-        parts.append(algorithms.reduce_parts(buffer, parts_of(bucket), name, ownership.scale, ownership.way))
+        parts.append(algorithms.reduce_parts(buffer, parts_of(bucket), name, ownership.scale, ownership.way, wide))
     if ownership.placement == "elements":
         return parts
     found: dict[int, Gradient] = {}
@@ -203,16 +216,17 @@ def gather_values(
 def keep_owners(known: dict[int, tuple[int, int]], variables: Sequence[Variable], forms: Sequence[Form]) -> list[int]:
     """The owner of each variable: who had it before, in whatever list, since its slots are there; new ones are placed.
 
-    `known` holds owner and bytes by the id of the variable, and is filled up. Local, and equal on every rank.
+    `known` holds owner and bytes by the id of the `tf.Variable`, and is filled up. Local, and equal on every rank.
     """
     loads = [0] * world().size
     for one, size in known.values():
         loads[one] += size
-    fresh = [index for index, variable in enumerate(variables) if id(variable) not in known]
+    keys = [id(optimizer.tf_variable(variable)) for variable in variables]
+    fresh = [index for index, key in enumerate(keys) if key not in known]
     placed = placement.place([forms[index].bytes for index in fresh], world().size, loads)
     for index, one in zip(fresh, placed, strict=True):
-        known[id(variables[index])] = (one, forms[index].bytes)
-    return [known[id(variable)][0] for variable in variables]
+        known[keys[index]] = (one, forms[index].bytes)
+    return [known[key][0] for key in keys]
 
 
 def _own_values(ownership: Ownership, bucket: fusion.Bucket, variables: Sequence[Variable]) -> tf.Tensor:

@@ -68,7 +68,7 @@ class OwnerTowers(TowerMgr):
         self._tell_kept([*made, *self._own_masters(use)])
         training_ops.extend(applied)
         with tf.control_dependencies([*applied, *self._before_apply()]), device_of(self.options):
-            training_ops.extend(self._publish(use, gradient_state))
+            training_ops.extend(self._publish_towers(use, gradient_state))
 
     def get_pre_save_ops(self) -> list[Any]:
         """See `TowerMgr`: what optimizers keep on one rank only. Collective when they run."""
@@ -142,7 +142,7 @@ class OwnerTowers(TowerMgr):
         known = self._kept_elsewhere.setdefault(v1.get_default_graph(), [])
         known += [row for row in holders.values() if row[1] != 0]
 
-    def _publish(self, use: Use, gradient_state: Any) -> list[Any]:
+    def _publish_towers(self, use: Use, gradient_state: Any) -> list[Any]:
         """Operations that give the owners' values to every rank."""
         values = [
             variable.read_value() if one == world().rank else None
@@ -264,6 +264,9 @@ class MasterTowers(OwnerTowers):
         dtype = check.dtype_of(variable)
         return tf.float32 if self.options.copy_dtype and dtype.size == 2 else dtype
 
+    def _published(self, variable: Any) -> tf.DType:
+        return tf.as_dtype(owner.published_as(check.dtype_of(variable).name, self.options.copy_dtype))
+
     def _others(self, use: Use) -> list[Any]:
         return [self._master_of(variable) for variable in super()._others(use)]
 
@@ -272,10 +275,10 @@ class MasterTowers(OwnerTowers):
             return []
         return [self._master_of(one) for one in owner.owned_variables(use.plan, use.variables)]
 
-    def _publish(self, use: Use, gradient_state: Any) -> list[Any]:
+    def _publish_towers(self, use: Use, gradient_state: Any) -> list[Any]:
         """Operations that give the masters' values to every copy of every tower and rank."""
         values = [
-            _cast(self._master_of(variable).read_value(), check.dtype_of(variable)) if one == world().rank else None
+            _cast(self._master_of(variable).read_value(), self._published(variable)) if one == world().rank else None
             for variable, one in zip(use.variables, use.plan.owners, strict=True)
         ]
         operations: list[Any] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdvars import collectives, mgr
+from hvdvars import collectives, mgr, spec
 from hvdvars.batchreduce import (
     AllReduceSpecAlgorithm,
     BatchAllReduceAlgorithm,
@@ -216,7 +216,7 @@ class VariableMgrDistributedAllReduce(_OfBenchmark, mgr.VariableMgrDistributedAl
         del job_name, num_workers  # of the gRPC cluster
         if not all_reduce_spec:
             raise ValueError("distributed_all_reduce: all_reduce_spec is empty; give one such as 'pscpu:32K:xring'")
-        mgr.spec.parse(all_reduce_spec)
+        spec.parse(all_reduce_spec)
         chosen = Options(
             all_reduce_spec=all_reduce_spec,
             agg_small_grads_max_bytes=agg_small_grads_max_bytes or None,
@@ -241,7 +241,7 @@ class VariableMgrCollectiveAllReduce(_OfBenchmark, mgr.VariableMgrCollectiveAllR
         del num_workers, num_gpus, task_id  # of the gRPC cluster
         if not all_reduce_spec:
             raise ValueError("collective_all_reduce: all_reduce_spec is empty; give 'collective' or 'collective#k'")
-        ranges = mgr.spec.parse(single_range(all_reduce_spec, "collective_all_reduce"))
+        ranges = spec.parse(single_range(all_reduce_spec, "collective_all_reduce"))
         if ranges[0].alg != "collective":
             raise ValueError(
                 f"collective_all_reduce: all_reduce_spec={all_reduce_spec!r} must be 'collective' or 'collective#k'"

@@ -1,4 +1,4 @@
-"""Towers of modes without owners, in graphs of TensorFlow 1: each tower has variables of its own and applies updates."""
+"""Towers of modes without owners, in graphs of TensorFlow 1: each has variables of its own and applies updates."""
 
 from __future__ import annotations
 

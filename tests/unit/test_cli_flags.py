@@ -69,7 +69,7 @@ def test_bool_flag_without_value_is_true():
         (["--variable_update", "horovod", "--staged_vars"], ["horovod", "staged_vars"]),
         (["--variable_update", "replicated", "--all_reduce_spec", "ring"], ["all_reduce_spec", "'ring'"]),
         (["--variable_update", "horovod", "--fusion=pack", "--gradient_repacking=2"], ["contradict", "fusion"]),
-        (["--hierarchical_copy"], ["hierarchical_copy", "not part of this version"]),
+        (["--hierarchical_copy"], ["hierarchical_copy", "one tower per rank"]),
         (["--fp16_loss_scale", "8"], ["fp16_loss_scale", "use_fp16"]),
         (["--placement", "element"], ["placement", "'elements'"]),
         (["--model", "Resnet5"], ["Resnet5", "ResNet50", "cnn"]),

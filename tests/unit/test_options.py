@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdvars.options import MODES, OPTION_TABLE, RULES, Options, resolve
 
-READY = [mode for mode in MODES if mode != "distributed_replicated"]
+OWNERS = ["parameter_server", "distributed_replicated"]
 REQUIRED = {"distributed_all_reduce": {"all_reduce_spec": "pscpu:32K:xring"}}
 NAMES = [field.name for field in fields(Options)]
 DEFAULTS = Options()
@@ -36,7 +36,7 @@ def test_the_table_covers_every_option_and_mode():
     assert all(reason is None or reason for row in OPTION_TABLE.values() for reason in row.values())
 
 
-@pytest.mark.parametrize("mode", READY)
+@pytest.mark.parametrize("mode", MODES)
 def test_defaults(mode):
     required = REQUIRED.get(mode, {})
     given = {"all_reduce_spec": "collective"} if mode == "collective_all_reduce" else required
@@ -46,7 +46,7 @@ def test_defaults(mode):
     json.dumps(asdict(resolve(mode, **required)))
 
 
-@given(st.sampled_from(READY), st.sampled_from(NAMES), st.data())
+@given(st.sampled_from(MODES), st.sampled_from(NAMES), st.data())
 def test_valid_or_refused_as_the_table_says(mode, name, data):
     value = data.draw(other_values(name))
     options = {**REQUIRED.get(mode, {}), name: value}
@@ -58,8 +58,10 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
         options["all_reduce_spec"] = "xring:32K:nccl"
     if name.startswith("fp16_"):
         options |= {"use_fp16": True, "fp16_enable_auto_loss_scale": True, name: value}
+    if name == "local_parameter_device" and mode == "parameter_server":
+        options["staged_vars"] = True
     reason = OPTION_TABLE[name][mode]
-    if (mode, name, value) == ("parameter_server", "fusion", "group"):
+    if mode in OWNERS and (name, value) == ("fusion", "group"):
         reason = "no groups for all-to-all"
     if reason is None:
         assert getattr(resolve(mode, **options), name) == value
@@ -79,22 +81,40 @@ def test_rows_of_sparse_gradients_cannot_be_cut():
 
 def test_the_modes_that_hold_an_option():
     def valid(name):
-        return [mode for mode in READY if OPTION_TABLE[name][mode] is None]
+        return [mode for mode in MODES if OPTION_TABLE[name][mode] is None]
 
     all_reduce = ["replicated", "distributed_all_reduce", "collective_all_reduce", "horovod"]
     assert valid("all_reduce_spec") == ["replicated", "distributed_all_reduce", "collective_all_reduce"]
-    assert valid("placement") == valid("reduce_to_owner") == ["parameter_server"]
+    assert valid("placement") == valid("staged_vars") == ["parameter_server"]
+    assert valid("reduce_to_owner") == valid("local_parameter_device") == OWNERS
+    assert valid("copy_dtype") == ["distributed_replicated"]
     assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
     assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
-    assert valid("staged_vars") == valid("hierarchical_copy") == []
+    assert valid("hierarchical_copy") == valid("stall_seconds") == []
     assert valid("variable_consistency") == all_reduce
-    assert valid("average") == valid("fusion") == [*all_reduce, "parameter_server"]
-    assert valid("gradient_clip") == valid("use_fp16") == valid("fp16_enable_auto_loss_scale") == READY
+    assert valid("average") == valid("fusion") == [*all_reduce, *OWNERS]
+    assert valid("gradient_clip") == valid("use_fp16") == valid("fp16_enable_auto_loss_scale") == list(MODES)
 
 
-def test_later_modes_are_refused():
-    with pytest.raises(ValueError, match="distributed_replicated.*not part of this version"):
-        resolve("distributed_replicated")
+def test_options_of_masters():
+    assert resolve("parameter_server", staged_vars=True, placement="elements").staged_vars
+    assert resolve("parameter_server", staged_vars=True, local_parameter_device="gpu").local_parameter_device == "gpu"
+    chosen = resolve("distributed_replicated", copy_dtype="bfloat16", local_parameter_device="gpu")
+    assert (chosen.copy_dtype, chosen.local_parameter_device) == ("bfloat16", "gpu")
+    for mode, options, fragment in [
+        ("distributed_replicated", {"placement": "elements"}, "use parameter_server"),
+        ("distributed_replicated", {"staged_vars": True}, "use parameter_server"),
+        ("distributed_replicated", {"compact_gradient_transfer": True}, "belongs to the all-reduce modes"),
+        ("distributed_replicated", {"variable_consistency": "relaxed"}, "use horovod"),
+        ("distributed_replicated", {"copy_dtype": "float32"}, "'float16', 'bfloat16'"),
+        ("parameter_server", {"copy_dtype": "float16", "staged_vars": True}, "only distributed_replicated"),
+        ("parameter_server", {"staged_vars": True, "variable_consistency": "relaxed"}, "use horovod"),
+        ("horovod", {"copy_dtype": "float16"}, "only distributed_replicated"),
+        ("replicated", {"local_parameter_device": "gpu"}, "no single owner"),
+    ]:
+        with pytest.raises(ValueError, match=rf"create\('{mode}'\)") as caught:
+            resolve(mode, **options)
+        assert fragment in str(caught.value)
 
 
 def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
@@ -117,13 +137,14 @@ def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        ({"staged_vars": True}, "not part of this version"),
+        ({"copy_dtype": "float16"}, "only distributed_replicated"),
+        ({"compact_gradient_transfer": True}, "belongs to the all-reduce modes"),
         ({"variable_consistency": "relaxed"}, "use horovod"),
         ({"fp16_loss_scale": 128}, "no effect without use_fp16"),
         ({"fp16_enable_auto_loss_scale": True}, "no effect without use_fp16"),
         ({"fp16_inc_loss_scale_every_n": 5, "use_fp16": True}, "no effect without fp16_enable_auto_loss_scale"),
-        ({"hierarchical_copy": True}, "not part of this version"),
-        ({"local_parameter_device": "gpu"}, "not part of this version"),
+        ({"hierarchical_copy": True}, "one tower per rank"),
+        ({"local_parameter_device": "gpu"}, "staged_vars=True and distributed_replicated"),
         ({"gradient_repacking": 2}, "fusion="),
         ({"all_reduce_spec": "xring"}, "reduce_to_owner="),
         ({"reduce_to_owner": "ring"}, "'all_to_all', 'reduce_scatter', 'all_reduce'"),

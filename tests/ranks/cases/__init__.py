@@ -20,6 +20,8 @@ MODULES = (
     "mismatch",
     "contract",
     "relaxed",
+    "staged",
+    "masters",
     "loss_scale",
     "tower_graphs",
     "kinds",

@@ -20,6 +20,16 @@ MODES = {
     "collective": ("collective_all_reduce", {}),
     "variables": ("parameter_server", {"placement": "variables"}),
     "elements": ("parameter_server", {"placement": "elements"}),
+    "masters": ("distributed_replicated", {}),
+    "staged": ("parameter_server", {"staged_vars": True}),
+    "staged-elements": ("parameter_server", {"staged_vars": True, "placement": "elements"}),
+}
+FROM = {
+    "horovod": ("horovod", "variables", "elements"),
+    "variables": ("horovod", "variables", "staged"),
+    "elements": tuple(MODES),
+    "masters": ("horovod", "masters", "elements"),
+    "staged-elements": ("horovod", "staged"),
 }
 # The last is too large to be packed, and cut by every number of ranks.
 SHAPES = [(5, 3), (7,), (), (0, 2), (17_001,)]
@@ -74,7 +84,8 @@ def reference(world):
     return world.notes["checkpoints"]
 
 
-@case(params=("horovod", "variables", "elements"), sizes=(2, 3, 4), hows=("mpi",))
+@case(params=list(FROM), sizes=(2,), hows=("mpi",))
+@case(params=("horovod", "variables", "elements"), sizes=(3, 4), hows=("mpi",))
 def from_one_mode_into_others(world, start):
     after_two, after_four = reference(world)
     mode, options = MODES[start]
@@ -85,12 +96,13 @@ def from_one_mode_into_others(world, start):
         for key, value in after_two.items():
             if value.size:  # slots without elements have no owner
                 close(np.asarray(file[key]), value, f"{start}: {key}", 1e-5)
-    for end in MODES if start == "elements" else ("horovod", "variables", "elements"):
+    for end in FROM[start]:
         mode, options = MODES[end]
         optimizer, variables, mgr = adam(), make(), hv.create(mode, **options)
         extra = hv.checkpoint.restore(path, mgr, variables=variables, optimizer=optimizer)
         assert extra == {"epoch": 2} and int(optimizer.iterations) == 2
         train(world, mgr, optimizer, variables, 2, 4)
+        mgr.flush()
         hv.verify(variables)
         for index, (variable, value) in enumerate(zip(variables, after_four, strict=True)):
             close(variable, value, f"{start} into {end}: variables[{index}]", 1e-5)
@@ -119,14 +131,16 @@ def in_small_chunks_and_before_the_first_step(world):
 
 @case()
 def restored_into_an_optimizer_in_use(world):
-    for mode, options in (MODES["variables"], MODES["elements"], MODES["horovod"]):
+    for mode, options in (MODES["variables"], MODES["elements"], MODES["horovod"], MODES["masters"], MODES["staged"]):
         optimizer, variables, mgr = adam(), make(), hv.create(mode, **options)
         train(world, mgr, optimizer, variables, 0, 2)
         path = hv.checkpoint.save(folder(world) / "c", mgr, variables=variables, optimizer=optimizer)
         train(world, mgr, optimizer, variables, 2, 4)
+        mgr.flush()
         once = [data(variable) for variable in variables]
         hv.checkpoint.restore(path, mgr, variables=variables, optimizer=optimizer)
         train(world, mgr, optimizer, variables, 2, 4)
+        mgr.flush()
         assert [data(variable) for variable in variables] == once, mode
 
 

@@ -15,6 +15,7 @@ MODES = {
     "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
     "owners": ("parameter_server", {}),
     "elements": ("parameter_server", {"placement": "elements"}),
+    "masters": ("distributed_replicated", {}),
 }
 MORE = {
     "replicated": ("replicated", {}),
@@ -33,6 +34,9 @@ MORE = {
     "elements-none": ("parameter_server", {"placement": "elements", "fusion": "none"}),
     "sparse": ("horovod", {"sparse": "sparse"}),
     "owners-sparse": ("parameter_server", {"sparse": "sparse"}),
+    "masters-scatter": ("distributed_replicated", {"reduce_to_owner": "reduce_scatter", "sparse": "dense"}),
+    "masters-all": ("distributed_replicated", {"reduce_to_owner": "all_reduce", "verify_every": 10}),
+    "masters-none": ("distributed_replicated", {"fusion": "none", "sparse": "sparse"}),
     "psgpu": ("replicated", {"all_reduce_spec": "psgpu"}),
 }
 OPTIMIZERS = {

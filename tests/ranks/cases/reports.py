@@ -10,6 +10,7 @@ import hvdvars as hv
 from . import case, widely
 from .tools import horovod_operations, same_everywhere
 
+AUTO = {"use_fp16": True, "fp16_enable_auto_loss_scale": True}
 MODES = {
     "horovod": ("horovod", {}),
     "pack": ("horovod", {"fusion": "pack"}),
@@ -35,8 +36,12 @@ MODES = {
         for way, fusion in (("auto", "auto"), ("reduce_scatter", "auto"), ("all_reduce", "none"))
     },
     "owners-sparse": ("parameter_server", {"sparse": "sparse"}),
-    "owners-scale": ("parameter_server", {"use_fp16": True, "fp16_enable_auto_loss_scale": True}),
+    "owners-scale": ("parameter_server", AUTO),
     "horovod-relaxed": ("horovod", {"variable_consistency": "relaxed", "sparse": "sparse"}),
+    "masters": ("distributed_replicated", {"copy_dtype": "bfloat16"}),
+    "masters-none": ("distributed_replicated", {"fusion": "none", "reduce_to_owner": "reduce_scatter"}),
+    "staged": ("parameter_server", {"staged_vars": True, "sparse": "sparse", **AUTO}),
+    "staged-elements": ("parameter_server", {"staged_vars": True, "placement": "elements"}),
     "independent": ("independent", {}),
 }
 CLASSES = {
@@ -45,6 +50,7 @@ CLASSES = {
     "distributed_all_reduce": "VariableMgrDistributedAllReduce",
     "collective_all_reduce": "VariableMgrCollectiveAllReduce",
     "parameter_server": "VariableMgrLocalFetchFromPS",
+    "distributed_replicated": "VariableMgrDistributedReplicated",
     "independent": "VariableMgrIndependent",
 }
 
@@ -63,7 +69,8 @@ def traced(mgr, optimizer, double="float64"):
     return step.get_concrete_function(tf.constant(1.0)), variables
 
 
-FEW = {name: MODES[name] for name in ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "independent")}
+SOME = ("horovod", "compact", "variables-auto-auto", "elements-auto-auto", "masters", "independent")
+FEW = {name: MODES[name] for name in SOME}
 
 
 @widely(MODES, FEW)
@@ -87,6 +94,7 @@ def the_norm_of_all_gradients_is_counted(world, mode):
 
 
 @case(params=FEW, hows=("mpi",))
+@case(params={name: MODES[name] for name in ("staged", "staged-elements")}, sizes=(2,), hows=("mpi",))
 @case(params={"elements-auto-auto": MODES["elements-auto-auto"]}, hows=("gloo", "horovodrun", "bare"))
 def it_is_plain_data_about_what_runs(world, mode):
     name, options = mode
@@ -95,19 +103,28 @@ def it_is_plain_data_about_what_runs(world, mode):
     _, variables = traced(mgr, optimizer)
     report = mgr.report()
     assert json.loads(json.dumps(report)) == report
-    assert report["mode"] == name and report["class"] == CLASSES[name]
+    staged = options.get("staged_vars", False)
+    assert report["mode"] == name
+    assert report["class"] == ("VariableMgrLocalFetchFromStagedPS" if staged else CLASSES[name])
     place = {"rank": world.rank, "size": world.size, "nodes": 1, "transport": "Gloo" if world.how == "gloo" else "MPI"}
     assert report["world"] == place
     assert {option: report["options"][option] for option in options} == options
     (plan,) = report["plans"]
     assert plan["variables"] == len(variables) and len(plan["owners"]) == world.size
     if name != "independent":
-        same_everywhere(world, {k: v for k, v in plan.items() if k != "optimizer_bytes"}, "the plan")
+        same_everywhere(
+            world, {k: v for k, v in plan.items() if k not in ("optimizer_bytes", "master_bytes")}, "the plan"
+        )
     slots = sum(2 * int(tf.size(v)) * v.dtype.size for v in variables)
     everywhere = world.meeting.gather_objects(plan["optimizer_bytes"], "tests.slots")
-    if name == "parameter_server":
+    if name in ("parameter_server", "distributed_replicated"):
         trained = slots - 2 * 2 * 4  # the variable without a gradient need not have an owner
         assert trained <= sum(everywhere) <= slots, (everywhere, slots)
+        masters = world.meeting.gather_objects(plan.get("master_bytes"), "tests.masters")
+        if staged or name == "distributed_replicated":
+            assert trained <= 2 * sum(masters) <= slots, (masters, slots)
+        else:
+            assert masters == [None] * world.size
     else:
         assert everywhere == [slots] * world.size, (everywhere, slots)
 
@@ -137,3 +154,5 @@ def bytes_per_step(world):
     assert sent("horovod") == sent("horovod", fusion="none") == 512
     assert sent("horovod", compact_gradient_transfer=True) == 128 + 256
     assert sent("parameter_server") >= 1024  # there and back
+    assert sent("distributed_replicated") == sent("parameter_server", staged_vars=True) == sent("parameter_server")
+    assert sent("distributed_replicated", copy_dtype="float16") < sent("distributed_replicated")

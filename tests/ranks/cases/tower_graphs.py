@@ -1,5 +1,4 @@
-"""The methods of tf_cnn_benchmarks in graphs of TensorFlow 1: N ranks of T towers are one process on the joined batch."""
-
+"""Graphs of TensorFlow 1, by the methods of tf_cnn_benchmarks: N ranks of T towers are one process on all rows."""
 
 import numpy as np
 import tensorflow as tf
