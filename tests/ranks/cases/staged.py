@@ -122,8 +122,6 @@ def publishing_does_not_wait_for_the_gradients(world, options):
             todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
     assert not any(name.startswith("this_step") for name in seen), seen
     assert not {"HorovodAlltoall", "AssignSubVariableOp"} & types, types
-        seen
-    )
 
 
 @case(params={"variables": {}, "elements": MODES["elements"]}, sizes=(1, 2), hows=("mpi",))
