@@ -92,8 +92,9 @@ def restore(
 
     `model` and `variables` are those that were saved, by order, name, shape and dtype; counters that Keras and
     TensorFlow append to names (`dense_7`) may differ. Without `optimizer`, its state in the file is left alone. In
-    parameter_server, before the first step, slots are kept on the manager until `apply_gradients` has made a place for
-    them; in the other modes a new optimizer is built for all trainable variables. Only rank 0 reads the file.
+    modes with owners, before the first step, slots are kept on the manager until `apply_gradients` has made a place for
+    them; in the other modes a new optimizer is built for all trainable variables. Only rank 0 reads the file. Masters
+    take the restored values.
     Gradients that wait on the manager (`variable_consistency="relaxed"`) are dropped.
 
     Collective: every rank of the group calls it in the same order, outside of graphs. Nothing changes if it raises.

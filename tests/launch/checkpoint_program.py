@@ -1,8 +1,9 @@
-"""One part of a run: checkpoint_program.py FILE MODE PLACEMENT FIRST LAST. Restores FILE unless FIRST is 0; saves it.
+"""One part of a run: checkpoint_program.py FILE MODE OPTIONS FIRST LAST. Restores FILE unless FIRST is 0; saves it.
 
-The gradients are means over a joined batch of twelve, whatever the number of ranks.
+OPTIONS are JSON. The gradients are means over a joined batch of twelve, whatever the number of ranks.
 """
 
+import json
 import sys
 
 import numpy as np
@@ -10,9 +11,9 @@ import tensorflow as tf
 
 import hvdvars as hv
 
-file, mode, placement, first, last = *sys.argv[1:4], *map(int, sys.argv[4:6])
+file, mode, options, first, last = *sys.argv[1:4], *map(int, sys.argv[4:6])
 hv.init()
-mgr = hv.create(mode, **({"placement": placement} if mode == "parameter_server" else {}))
+mgr = hv.create(mode, **json.loads(options))
 variables = [
     tf.Variable(np.full(shape, 0.1, "float32"), name=f"w{i}") for i, shape in enumerate([(4, 5), (5,), (5, 1)])
 ]

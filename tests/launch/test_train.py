@@ -22,12 +22,26 @@ def run(tmp_path, launch, *flags, command=COMMAND, code=0):
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "mode"),
-    [("bare", 1, "horovod"), ("horovodrun", 2, "parameter_server"), ("gloo", 3, "replicated")],
+    ("how", "ranks", "update"),
+    [
+        ("bare", 1, "horovod"),
+        ("horovodrun", 2, "parameter_server --staged_vars"),
+        ("mpi", 2, "distributed_replicated --copy_dtype float16"),
+        ("gloo", 3, "replicated"),
+    ],
 )
-def test_it_learns_the_digits(tmp_path, how, ranks, mode):
-    folder = tmp_path / "run"
-    flags = ["--variable_update", mode, "--epochs", "4", "--learning_rate", "0.005", "--train_dir", str(folder)]
+def test_it_learns_the_digits(tmp_path, how, ranks, update):
+    folder, mode = tmp_path / "run", update.split()[0]
+    flags = [
+        "--variable_update",
+        *update.split(),
+        "--epochs",
+        "4",
+        "--learning_rate",
+        "0.005",
+        "--train_dir",
+        str(folder),
+    ]
     output = run(tmp_path, Launch(how, ranks), *flags)
     assert "replicas identical: yes" in output and f"{ranks} on 1 node" in output
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -225,10 +225,11 @@ def ranks_that_differ_are_told(world):
     assert os.listdir(place) == []
 
 
-@case(sizes=(1, 2))
-def a_keras_model_as_plain_numpy(world):
+@case(params={name: MODES[name] for name in ("variables", "masters")}, sizes=(1, 2))
+def a_keras_model_as_plain_numpy(world, chosen):
+    mode, options = chosen
     model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3), tf.keras.layers.BatchNormalization()])
-    optimizer, mgr = adam(), hv.create("parameter_server")
+    optimizer, mgr = adam(), hv.create(mode, **options)
     mgr.broadcast(model)
     grads = [tf.ones_like(array(v)) for v in model.trainable_variables]
     mgr.apply_gradients(optimizer, grads, model.trainable_variables)

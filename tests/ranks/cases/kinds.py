@@ -17,6 +17,7 @@ MANAGERS = {
     "owners": ("parameter_server", {}),
     "elements": ("parameter_server", {"placement": "elements"}),
 }
+MASTERS = {"masters": ("distributed_replicated", {})}
 KERAS_3 = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01, clipvalue=0.5),
     "Adam": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
@@ -104,6 +105,7 @@ def keras_3(world, chosen):
 
 
 @case(params=tables(WHOLE, {"horovod": MANAGERS["horovod"], "owners": MANAGERS["owners"]}), sizes=(2,), hows=("mpi",))
+@case(params=tables({**WHOLE, "norm": KERAS_3["norm"]}, MASTERS), sizes=(2,), hows=("mpi",))
 def keras_3_by_whole_variables(world, chosen):
     check(world, *chosen)
 
@@ -116,6 +118,7 @@ def what_looks_at_whole_variables_is_not_cut(world, make):
 
 
 @case(params=tables({name: name for name in ("momentum", "adam", "legacy")}), sizes=(2,), hows=("mpi",))
+@case(params=tables({name: name for name in ("momentum", "legacy")}, MASTERS), sizes=(2,), hows=("mpi",))
 def keras_2(world, chosen):
     import tf_keras
 
@@ -130,11 +133,13 @@ def keras_2(world, chosen):
 
 @case(params=tables(V1, CUT), sizes=(2,), hows=("mpi",))
 @case(params=tables({"Adam": V1["Adam"]}), sizes=(1, 3), hows=("mpi",))
+@case(params=tables({"Momentum": V1["Momentum"]}, MASTERS), sizes=(2,), hows=("mpi",))
 def tensorflow_1(world, chosen):
     check(world, *chosen, eager=True)
 
 
 @case(params=tables({"eager": True, "graph": False}), sizes=(2, 3), gloo=(2,))
+@case(params=tables({"eager": True}, MASTERS), sizes=(2,), hows=("mpi",))
 def callables(world, chosen):
     eager, manager = chosen
 
@@ -174,6 +179,7 @@ def an_optimizer_built_for_all_variables_is_refused_by_elements(world):
 
 
 @case(params=MANAGERS, gloo=(3,))
+@case(params=MASTERS, sizes=(2,), hows=("mpi",))
 def keras_variables_and_schedules(world, manager):
     """Keras 3 variables are no `tf.Variable`; the learning rate of a schedule follows the steps on every rank."""
     mode, options = manager

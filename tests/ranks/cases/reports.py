@@ -156,3 +156,13 @@ def bytes_per_step(world):
     assert sent("parameter_server") >= 1024  # there and back
     assert sent("distributed_replicated") == sent("parameter_server", staged_vars=True) == sent("parameter_server")
     assert sent("distributed_replicated", copy_dtype="float16") < sent("distributed_replicated")
+
+
+@case(sizes=(4,), hows=("2+2",))
+def owners_on_several_nodes(world):
+    for name, options in (("parameter_server", {}), MODES["staged-elements"], MODES["masters"]):
+        mgr = hv.create(name, **options)
+        traced(mgr, keras.optimizers.SGD(0.1))
+        staged = "Staged" if "staged_vars" in options else ""
+        expected = CLASSES[name] if name != "parameter_server" else f"VariableMgrDistributedFetchFrom{staged}PS"
+        assert mgr.report()["class"] == expected and mgr.report()["world"]["nodes"] == 2
