@@ -20,13 +20,12 @@ def part(file, launch, mode, first, last, **options):
 
 def test_the_number_of_ranks_may_change(tmp_path):
     whole, parts = tmp_path / "whole.npz", tmp_path / "parts.npz"
-    part(whole, Launch("bare", 1), "horovod", 0, 9)
+    part(whole, Launch("bare", 1), "horovod", 0, 7)
     part(parts, Launch("mpi", 2), "parameter_server", 0, 2, placement="elements")
     part(parts, Launch("mpi", 3), "horovod", 2, 4)
     part(parts, Launch("gloo", 2), "distributed_replicated", 4, 6)
     # The first step after a restore reads the newest values, as all steps of the others do.
-    part(parts, Launch("mpi", 3), "parameter_server", 6, 7, staged_vars=True)
-    part(parts, Launch("bare", 1), "parameter_server", 7, 9, placement="elements")
+    part(parts, Launch("bare", 1), "parameter_server", 6, 7, staged_vars=True, placement="elements")
     with np.load(whole) as one, np.load(parts) as two:
         assert one.files == two.files
         for key in one.files[1:]:
@@ -37,7 +36,7 @@ def test_masters_keep_their_digits(tmp_path):
     file, before = tmp_path / "run.npz", tmp_path / "before.npz"
     part(file, Launch("mpi", 2), "distributed_replicated", 0, 3, copy_dtype="float16")
     shutil.copy(file, before)
-    part(file, Launch("mpi", 3), "distributed_replicated", 3, 3, copy_dtype="float16")
+    part(file, Launch("bare", 1), "distributed_replicated", 3, 3, copy_dtype="float16")
     with np.load(before) as one, np.load(file) as two:
         assert one.files == two.files
         for key in one.files[1:]:

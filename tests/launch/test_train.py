@@ -26,8 +26,7 @@ def run(tmp_path, launch, *flags, command=COMMAND, code=0):
     [
         ("bare", 1, "horovod"),
         ("horovodrun", 2, "parameter_server --staged_vars"),
-        ("mpi", 2, "distributed_replicated --copy_dtype float16"),
-        ("gloo", 3, "replicated"),
+        ("gloo", 3, "distributed_replicated --copy_dtype float16"),
     ],
 )
 def test_it_learns_the_digits(tmp_path, how, ranks, update):

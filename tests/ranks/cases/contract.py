@@ -195,7 +195,7 @@ def the_sum_without_average(world, chosen):
     close(variable, -np.array([world.size, sum(world.ranks)], float))
 
 
-@case(params={n: MODES[n] for n in ("horovod", "owners", "elements")}, sizes=(1, 2, 3), hows=("mpi",))
+@case(params={n: MODES[n] for n in ("horovod", "owners", "elements", "masters")}, sizes=(1, 2, 3), hows=("mpi",))
 def clips_to_the_norm_of_all_gradients(world, chosen):
     mode, options = chosen
     mgr = hv.create(mode, **options)

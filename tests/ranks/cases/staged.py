@@ -150,6 +150,27 @@ def values_from_outside(world, options):
     close(variables[1], [0.0])  # what was not broadcast kept its master
 
 
+@case(params={"variables": {}, "elements": MODES["elements"]}, sizes=(2,), hows=("mpi",))
+def other_options_mean_what_they_do_without(world, options):
+    """One step and a flush give what one step of parameter_server gives."""
+
+    def run(mgr, norm):
+        kept, rows, rest = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(tf.ones([4, 2])), tf.Variable([5.0])
+        slices = tf.IndexedSlices(tf.fill([2, 2], world.rank + 1.0), tf.constant([2, 2]), tf.constant([4, 2], tf.int64))
+        grads = [tf.constant([0.1, 3.0, -4.0]), slices, None]
+        sgd = tf.keras.optimizers.SGD(1.0, momentum=0.9, global_clipnorm=norm)
+        mgr.apply_gradients(sgd, grads, [kept, rows, rest])
+        mgr.flush()
+        return [array(v) for v in (kept, rows, rest)]
+
+    for extra in ({}, {"average": False}, {"gradient_clip": 0.5}, {"none_gradients": "zeros"}, {"use_fp16": True}):
+        norm = None if extra else 1.0
+        without = run(hv.create("parameter_server", **options, **extra), norm)
+        staged = run(hv.create("parameter_server", **STAGED, **options, **extra), norm)
+        for value, wanted in zip(staged, without, strict=True):
+            close(value, wanted, str(extra))
+
+
 @case(sizes=(1, 2), hows=("mpi",))
 def a_restored_run_goes_on_as_after_a_flush(world):
     """Saved without a flush of the caller's, and restored into a new manager, and into one that has gone on."""
