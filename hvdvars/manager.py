@@ -164,11 +164,12 @@ class VariableMgr:
         step(gradients)
 
     def flush(self) -> None:
-        """Apply the gradients that wait (`variable_consistency="relaxed"`); call it before evaluating and saving.
+        """Apply the gradients that wait, or publish the owners' newest values; before evaluating and saving.
 
-        A second call in a row changes nothing, and neither does one where nothing is held back. The step after it has
-        nothing to apply. Collective where gradients may wait: every rank of the group calls it in the same order,
-        outside of graphs; local in all other cases.
+        That is with `variable_consistency="relaxed"`, and with `staged_vars=True`. A second call in a row changes
+        nothing, and neither does one where nothing is held back. After it, a relaxed step has nothing to apply, and a
+        staged one reads the newest values. Collective where something may be held back: every rank of the group calls
+        it in the same order, outside of graphs; local in all other cases.
 
         Raises:
             RuntimeError: called inside a graph.
