@@ -115,6 +115,9 @@ def _joined(base: Any, managers: Any) -> Any:
     class BenchmarkCNN(base):  # type: ignore[misc]
         """One worker of as many as there are ranks."""
 
+        params: Any
+        job_name: Any
+        task_index: Any
         num_workers = property(lambda self: world().size, lambda self, value: None)
         """The number of ranks, whatever is assigned."""
         single_session = property(lambda self: self._in_loop, lambda self, value: None)
@@ -166,7 +169,7 @@ def _joined(base: Any, managers: Any) -> Any:
 
         @contextlib.contextmanager
         def _as_worker(self) -> Iterator[None]:
-            before: Any = self.job_name, self.task_index
+            before = self.job_name, self.task_index
             self.job_name, self.task_index = "worker", world().rank
             try:
                 yield

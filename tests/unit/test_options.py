@@ -90,10 +90,16 @@ def test_the_modes_that_hold_an_option():
     assert valid("copy_dtype") == ["distributed_replicated"]
     assert valid("gradient_repacking") == valid("compact_gradient_transfer") == all_reduce
     assert valid("agg_small_grads_max_bytes") == valid("allreduce_merge_scope") == all_reduce
-    assert valid("hierarchical_copy") == valid("stall_seconds") == []
+    assert valid("hierarchical_copy") == ["replicated"] and valid("stall_seconds") == []
     assert valid("variable_consistency") == all_reduce
     assert valid("average") == valid("fusion") == [*all_reduce, *OWNERS]
     assert valid("gradient_clip") == valid("use_fp16") == valid("fp16_enable_auto_loss_scale") == list(MODES)
+
+
+def test_two_halves_need_towers():
+    with pytest.raises(ValueError, match="local_towers"):
+        resolve("replicated", hierarchical_copy=True)
+    assert resolve("replicated", hierarchical_copy=True, local_towers=4).hierarchical_copy
 
 
 def test_options_of_masters():
@@ -143,7 +149,7 @@ def test_distributed_all_reduce_needs_a_spec_and_checks_each_range():
         ({"fp16_loss_scale": 128}, "no effect without use_fp16"),
         ({"fp16_enable_auto_loss_scale": True}, "no effect without use_fp16"),
         ({"fp16_inc_loss_scale_every_n": 5, "use_fp16": True}, "no effect without fp16_enable_auto_loss_scale"),
-        ({"hierarchical_copy": True}, "one tower per rank"),
+        ({"hierarchical_copy": True}, "two halves"),
         ({"local_parameter_device": "gpu"}, "staged_vars=True and distributed_replicated"),
         ({"gradient_repacking": 2}, "fusion="),
         ({"all_reduce_spec": "xring"}, "reduce_to_owner="),

@@ -16,6 +16,7 @@ MODES = {
     "hybrid": ("distributed_all_reduce", {"all_reduce_spec": "pscpu#2:8:xring"}),
     "collective2": ("collective_all_reduce", {"all_reduce_spec": "collective#2"}),
     "owners": ("parameter_server", {}),
+    "masters": ("distributed_replicated", {}),
 }
 OPTIMIZERS = {
     "sgd": lambda: v1.train.GradientDescentOptimizer(0.1),
