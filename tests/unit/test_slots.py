@@ -61,7 +61,7 @@ class Use:
     """What `mgr` keeps of one list of variables, as far as pieces are concerned."""
 
     def __init__(self, variables, plan, shards):
-        self.variables, self.plan, self._shards = variables, plan, shards
+        self.variables, self.plan, self._shards, self.masters = variables, plan, shards, {}
 
     @property
     def shards(self):
