@@ -44,7 +44,7 @@ def agree(
     forms = []
     for index, variable in enumerate(variables):
         check.check_known_shape(function, variable)
-        form = Form("dense", tuple(check.shape_of(variable)), check.dtype_of(variable).name)
+        form = Form("dense", tuple(check.shape_of(variable).as_list()), check.dtype_of(variable).name)
         seen = [rank[index] for rank in ranks]
         kind = reduce.choose_form([one["kind"] for one in seen], [one["rows"] for one in seen], form, sparse, 8)
         forms.append(Form(kind, form.shape, form.dtype))
@@ -52,7 +52,7 @@ def agree(
 
 
 def _rows(gradient: Gradient) -> int | None:
-    return gradient.values.shape[0] if isinstance(gradient, tf.IndexedSlices) else None
+    return check.length_of(gradient.values) if isinstance(gradient, tf.IndexedSlices) else None
 
 
 def _check_missing(function: str, ranks: Sequence[Sequence[dict[str, Any]]]) -> None:

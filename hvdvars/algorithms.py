@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import collectives
+from hvdvars import check, collectives
 from hvdvars.placement import split_evenly
 from hvdvars.session import Group, everyone, world
 
@@ -31,8 +31,8 @@ def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int
             return shuffle(buffer, name, scale, shards, everyone())
     if shards == 1:
         return collectives.all_reduce(buffer, name, scale)
-    pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
-    used = [piece for piece in pieces if piece.shape[0]]
+    pieces = tf.split(buffer, list(split_evenly(check.length_of(buffer), shards)))
+    used = [piece for piece in pieces if check.length_of(piece)]
     if alg == "collective":
         return tf.concat(collectives.all_reduce_group(used, name, scale), 0)
     return tf.concat([collectives.all_reduce(piece, f"{name}.{k}", scale) for k, piece in enumerate(used)], 0)
@@ -68,17 +68,17 @@ def shuffle(
     """
     if group.size == 1:
         return between(collectives.all_reduce(buffer, name, scale, group))
-    pieces = tf.split(buffer, list(split_evenly(buffer.shape[0], shards)))
+    pieces = tf.split(buffer, list(split_evenly(check.length_of(buffer), shards)))
     order = sorted(range(shards), key=lambda k: (k % group.size, k))
     counts = [0] * group.size
     for k, piece in enumerate(pieces):
-        counts[k % group.size] += piece.shape[0]
+        counts[k % group.size] += check.length_of(piece)
     moved = pieces[0] if shards == 1 else tf.concat([pieces[k] for k in order], 0)
     mine = between(_move_and_sum(moved, counts, name, scale, group))
     whole = gather_parts(mine, counts, name, group)
     if shards <= group.size:
         return whole
-    back = tf.split(whole, [pieces[k].shape[0] for k in order])
+    back = tf.split(whole, [check.length_of(pieces[k]) for k in order])
     return tf.concat([back[order.index(k)] for k in range(shards)], 0)
 
 
@@ -107,7 +107,7 @@ def reduce_parts(
         part = part if ranks == 1 else part[start : start + parts[rank]]
     else:
         largest = max(parts)
-        padded = [tf.pad(piece, [[0, largest - piece.shape[0]]]) for piece in tf.split(buffer, list(parts))]
+        padded = [tf.pad(piece, [[0, largest - check.length_of(piece)]]) for piece in tf.split(buffer, list(parts))]
         part = collectives.reduce_scatter(tf.concat(padded, 0), name, scale)[: parts[rank]]
     return tf.cast(part, _wide(part.dtype)) if wide else part
 

@@ -27,6 +27,11 @@ def shape_of(value: Any) -> tf.TensorShape:
     return tf.TensorShape(value.shape)
 
 
+def length_of(tensor: Any) -> Any:
+    """The first dimension, a number or None, also where a program uses TensorFlow 1's `Dimension`. Local."""
+    return tf.compat.dimension_value(tensor.shape[0])
+
+
 def check_sequence(function: str, argument: str, value: Any) -> list[Any]:
     """`value` as a list, refused unless it is an ordered collection (a tensor, a set or one variable is none).
 

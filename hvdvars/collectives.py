@@ -18,7 +18,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import launchenv, session, wire
+from hvdvars import check, launchenv, session, wire
 from hvdvars.session import Group, World, everyone, world
 
 _SAME_SHAPE = ("allreduce", "grouped_allreduce", "broadcast")
@@ -224,7 +224,7 @@ def reduce_scatter(tensor: tf.Tensor, name: str, scale: float = 1.0) -> tf.Tenso
         ValueError: the first dimension is not a multiple of the number of ranks.
     """
     tensor = tf.convert_to_tensor(tensor)
-    length = tensor.shape[0] if tensor.shape.rank else None
+    length = check.length_of(tensor) if tensor.shape.rank else None
     if length is None or length % world().size:
         raise ValueError(
             f"reduce_scatter: '{name}' has shape {tensor.shape} on rank {world().rank}; the first dimension must be a "
@@ -275,18 +275,26 @@ def _operate(
     several = operation.startswith("grouped_")
     found = getattr(hvd.mpi_ops.MPI_LIB, f"horovod_{operation}")(held if several else held[0], **attributes, **common)
     results = list(found) if isinstance(found, (list, tuple)) else [found]
-    # An assertion always runs, and this one needs the result. Its shape will do: it is never copied from a device.
-    used = results[0] if results[0].shape.rank == 0 else tf.shape(results[0])
-    check = tf.raw_ops.Assert(condition=tf.constant(True), data=[used])
-    if _is_function(tf.compat.v1.get_default_graph()):
-        return results
-    # A graph of TensorFlow 1 runs only what somebody asks for.
-    with tf.control_dependencies([check]):
-        results = [tf.identity(result) for result in results]
+    # An assertion always runs, and this one needs the result.
+    asserted = tf.raw_ops.Assert(condition=tf.constant(True), data=[_seen(results[0])])
+    if not _is_function(tf.compat.v1.get_default_graph()):
+        # A graph of TensorFlow 1 runs only what somebody asks for.
+        with tf.control_dependencies([asserted]):
+            results = [tf.identity(result) for result in results]
     if operation in _SAME_SHAPE:
         for result, tensor in zip(results, tensors, strict=True):
             result.set_shape(tensor.shape)
     return results
+
+
+def _seen(result: tf.Tensor) -> tf.Tensor:
+    """As little of a result as tells that it is there: what is on a device is copied to the host for the assertion."""
+    if result.shape.rank == 0:
+        return result
+    if _is_function(tf.compat.v1.get_default_graph()):
+        return tf.shape(result)
+    # In a graph of TensorFlow 1 a shape may be found out before it runs; a value may not.
+    return tf.reshape(result, [-1])[:1]
 
 
 def _take_order(name: str) -> None:
@@ -314,8 +322,9 @@ def _unknown_zeros(count: int) -> tf.Tensor:
         zeros = _own_variable(f"zeros {count}", [0] * count) if eager else None
     if zeros is not None:
         return zeros.read_value()
-    # A graph of TensorFlow 1 has no place for the variable; here it could be fed.
-    return tf.compat.v1.placeholder_with_default(tf.zeros([count], tf.int32), [count])
+    # A graph of TensorFlow 1 has no place for the variable. Numbers from 0 up to, but not including, 1 do as well.
+    with tf.device("/CPU:0"):
+        return tf.raw_ops.RandomUniformInt(shape=[count], minval=0, maxval=1)
 
 
 _own: dict[str, tf.Variable] = {}

@@ -12,6 +12,8 @@ from math import prod
 
 import tensorflow as tf
 
+from hvdvars import check
+
 SMALL_BYTES = 64 * 1024
 """Tensors up to this many bytes are packed: a collective of their own would cost more than the copies."""
 
@@ -258,13 +260,13 @@ def cut(buffer: tf.Tensor, places: Sequence[Place], start: int = 0) -> list[tf.T
     """
     if not places:
         return []
-    if len(places) == 1 and places[0].size == buffer.shape[0]:
+    if len(places) == 1 and places[0].size == check.length_of(buffer):
         return [_shaped(buffer, places[0].shape)]
     row = _row(buffer.dtype.name)
-    blocks = _blocks(places, start, buffer.shape[0], row)
+    blocks = _blocks(places, start, check.length_of(buffer), row)
     head = [block for block in blocks if block[0] % row == 0]
     whole = sum(size for size, _ in head)
-    start_of_buffer = buffer if whole == buffer.shape[0] else buffer[:whole]
+    start_of_buffer = buffer if whole == check.length_of(buffer) else buffer[:whole]
     pieces = tf.split(start_of_buffer, [size for size, _ in head]) if head else []
     tensors: dict[int, tf.Tensor] = {}
     for (_, inside), piece in zip(head, pieces, strict=True):
@@ -294,7 +296,7 @@ def _blocks(places: Sequence[Place], start: int, length: int, row: int) -> list[
 
 def _cut_block(block: tf.Tensor, places: Sequence[Place]) -> dict[int, tf.Tensor]:
     sizes = [place.size for place in places]
-    gap = block.shape[0] - sum(sizes)
+    gap = check.length_of(block) - sum(sizes)
     if len(places) == 1 and not gap:
         return {places[0].index: _shaped(block, places[0].shape)}
     pieces = tf.split(block, [*sizes, gap] if gap else sizes)

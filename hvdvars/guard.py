@@ -123,7 +123,7 @@ def describe(variable: Variable) -> dict[str, Any]:
     shape = check.shape_of(variable)
     return {
         "name": check.name_of(variable),
-        "shape": None if shape.rank is None else list(shape),
+        "shape": None if shape.rank is None else shape.as_list(),
         "dtype": check.dtype_of(variable).name,
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from hvdvars import algorithms, collectives, halving, launchenv, layout, meeting, spec
+from hvdvars import algorithms, check, collectives, halving, launchenv, layout, meeting, spec
 from hvdvars.session import Group, World, world
 
 UNEVEN = "xring, because nodes have different numbers of ranks"
@@ -93,7 +93,7 @@ def all_reduce(buffer: tf.Tensor, name: str, scale: float, alg: str, shards: int
     here, there = (shards, shards) if inside == "pscpu" else (node.size, across.size)
 
     def meet_other_nodes(part: tf.Tensor) -> tf.Tensor:
-        return _across(part, f"{name}.across", outside, there, across) if part.shape[0] else part
+        return _across(part, f"{name}.across", outside, there, across) if check.length_of(part) else part
 
     with algorithms.device_of(inside):
         # Scaled in the first stage, half precision stays within the range of the addends in the second.
@@ -115,7 +115,7 @@ def halving_doubling(buffer: tf.Tensor, name: str, group: Group) -> tf.Tensor:
     Each step is an all-to-all in which every rank sends to its partner only.
     Collective: every rank of the group calls it in the same order.
     """
-    steps = halving.schedule(group.place, group.size, buffer.shape[0])
+    steps = halving.schedule(group.place, group.size, check.length_of(buffer))
     held, start = buffer, 0
     for number, step in enumerate(steps):
         counts = [0] * group.size
@@ -127,8 +127,8 @@ def halving_doubling(buffer: tf.Tensor, name: str, group: Group) -> tf.Tensor:
         if step.adds:
             own = held[step.kept[0] - start : step.kept[1] - start]
             held, start = own + received, step.kept[0]
-        elif received.shape[0]:
-            joined = [held, received] if step.received[0] > start or not held.shape[0] else [received, held]
+        elif check.length_of(received):
+            joined = [held, received] if step.received[0] > start or not check.length_of(held) else [received, held]
             held, start = tf.concat(joined, 0), step.kept[0]
     return held
 

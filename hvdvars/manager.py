@@ -263,7 +263,7 @@ class VariableMgr:
         number: int,
     ) -> list[Form]:
         if self.alone:
-            return [Form("none", tuple(check.shape_of(one)), check.dtype_of(one).name) for one in variables]
+            return [Form("none", tuple(check.shape_of(one).as_list()), check.dtype_of(one).name) for one in variables]
         settings = {"mode": self.mode, "manager": self._name, "use": number, **asdict(self.options)}
         return agreement.agree(function, settings, gradients, variables, kinds, self.options.sparse)
 

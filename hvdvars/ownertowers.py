@@ -134,7 +134,7 @@ class OwnerTowers(TowerMgr):
 
     def _tell_kept(self, made: list[Any]) -> None:
         """Find out which rank has the value of each thing that only an owner updates. Collective."""
-        mine = [[self._saved_name(one), list(check.shape_of(one)), check.dtype_of(one).name] for one in made]
+        mine = [[self._saved_name(one), check.shape_of(one).as_list(), check.dtype_of(one).name] for one in made]
         holders: dict[str, tuple[str, int, tuple[int, ...], str]] = {}
         for rank, rows in enumerate(meeting.gather_objects(mine, "kept")):
             for name, shape, dtype in rows:

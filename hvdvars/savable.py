@@ -81,7 +81,7 @@ def agree(function: str, saved: Sequence[Saved], partly: bool) -> list[tuple[str
     Raises:
         ValueError: a rank has what rank 0 lacks, or lacks or has otherwise what rank 0 has; on every rank alike.
     """
-    mine = {one.name: [list(check.shape_of(one.source)), check.dtype_of(one.source).name] for one in saved}
+    mine = {one.name: [check.shape_of(one.source).as_list(), check.dtype_of(one.source).name] for one in saved}
     meeting.take_turn(function, f"{function} (variables: {len(mine)})")
     ranks = meeting.gather_objects(mine, "savable")
     problems = []

@@ -49,6 +49,7 @@ LAYERS = [
 # The few imports inside one row: (importer, imported).
 BESIDE = {
     ("options", "spec"),
+    ("fusion", "check"),
     ("specnames", "spec"),
     ("towers", "scaling"),
     ("towers", "sparse"),
