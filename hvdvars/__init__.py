@@ -31,7 +31,7 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("checkpoint", "mgr", "broadcast", "fusion", "options", "spec")
+_MODULES = ("checkpoint", "mgr", "broadcast", "fusion", "options", "spec", "tf_cnn_benchmarks")
 
 __all__ = [*sorted(_HOME_OF), *_MODULES]
 

@@ -112,7 +112,7 @@ class TowerMgr(VariableMgr):
         pairs = self._clipped([(g, v) for g, v in grads if g is not None])
         with self._watched() as made:
             self._append(lambda: [opt.apply_gradients(pairs)] if pairs else [], training_ops, loss_scale_params)
-        self._note(made)
+        self._note(made, pairs)
 
     def get_post_init_ops(self) -> list[Any]:
         """What runs once after variables are initialized or restored: rank 0's values go to every variable that is one.
@@ -198,10 +198,9 @@ class TowerMgr(VariableMgr):
         yield made
         made += [variable for variable in v1.global_variables() if id(variable) not in before]
 
-    def _note(self, made: list[Any]) -> None:
-        graph = v1.get_default_graph()
-        tower = sum(where is graph for where, _ in self._made)
-        self._made[graph, tower] = made
+    def _note(self, made: list[Any], pairs: list[tuple[Gradient, Any]]) -> None:
+        tower = savable.locate(pairs[0][1]).tower if pairs else None
+        self._made.setdefault((v1.get_default_graph(), int(tower or 0)), []).extend(made)
 
     def _clipped(self, pairs: list[tuple[Gradient, Any]]) -> list[tuple[Gradient, Any]]:
         gradients = self._clip([gradient for gradient, _ in pairs])

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import getters, reduce, scaling, towers
+from hvdvars import check, getters, reduce, savable, scaling, towers
 from hvdvars.manager import Use, device_of
 from hvdvars.options import Options
 from hvdvars.towermgr import TowerMgr
@@ -27,6 +27,15 @@ class IndependentTowers(TowerMgr):
         if self.benchmark_cnn.enable_auto_loss_scale and device_num == 0:
             self.grad_has_inf_nan = tf.logical_not(scaling.all_finite([gradient for gradient, _ in pairs]))
         return list(pairs)
+
+    def _saved(self) -> list[savable.Saved]:
+        # No tower stands for another: those after the first are saved under their whole names.
+        saved = []
+        for one in super()._saved():
+            first, *others = one.targets
+            saved.append(savable.Saved(one.name, first, (first,)))
+            saved += [savable.Saved(check.name_of(other), other, (other,)) for other in others]
+        return saved
 
     def get_post_init_ops(self) -> list[Any]:
         """Nothing: every rank and every tower keeps its own values. Local."""
