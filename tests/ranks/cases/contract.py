@@ -156,9 +156,9 @@ def equals_one_process_in_eager_steps(world, chosen):
     check(world, net, updates, optimizer)
 
 
-@case(sizes=(2, 4), hows=("mpi",))
-def float16_on_the_wire_is_close(world):
-    net, updates, _ = train(world, "horovod", {"compact_gradient_transfer": True}, "sgd")
+@case(params={"alone": {}, "repacking": {"gradient_repacking": 3}}, sizes=(2, 4), hows=("mpi",))
+def float16_on_the_wire_is_close(world, options):
+    net, updates, _ = train(world, "replicated", {"compact_gradient_transfer": True, **options}, "sgd")
     check(world, net, updates, "sgd", tolerance=2e-3)
 
 

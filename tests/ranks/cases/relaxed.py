@@ -57,10 +57,10 @@ def begin(world, mode, options, optimizer, eager=False):
     return lambda: run(*shard), net, updates, mgr
 
 
-def agrees(world, net, updates, optimizer):
+def agrees(world, net, updates, optimizer, tolerance=2e-5):
     weights, steps = one_step_late(world, optimizer)
     for variable, wanted in zip(net.variables, weights, strict=True):
-        close(variable, wanted, variable.name, 2e-5)
+        close(variable, wanted, variable.name, tolerance)
     assert int(updates.iterations) == steps
     hv.verify(net.variables)
 
@@ -86,6 +86,31 @@ def equals_one_process_one_step_late(world, chosen):
     assert all((array(v) == b).all() for v, b in zip(net.variables, before, strict=True))
     assert mgr.report()["plans"][0]["pending_bytes"] == 0
     agrees(world, net, updates, optimizer)
+
+
+COMBINED = {
+    "repacking": {"gradient_repacking": 3},
+    "compact": {"compact_gradient_transfer": True},
+    "repacking-compact": {"gradient_repacking": 2, "compact_gradient_transfer": True},
+    "repacking-compact-scaled": {
+        "gradient_repacking": 2,
+        "compact_gradient_transfer": True,
+        "use_fp16": True,
+        "fp16_enable_auto_loss_scale": True,
+        "fp16_loss_scale": 1.0,
+    },
+}
+
+
+@case(params=COMBINED, sizes=(2,), hows=("mpi",))
+def equals_one_process_one_step_late_in_every_combination(world, options):
+    run, net, updates, mgr = begin(world, "replicated", options, "sgd")
+    for number in range(STEPS):
+        run()
+        if number == FLUSH_AT:
+            mgr.flush()
+    mgr.flush()
+    agrees(world, net, updates, "sgd", 2e-3 if "compact_gradient_transfer" in options else 2e-5)
 
 
 @case(sizes=(2,), hows=("mpi",))
