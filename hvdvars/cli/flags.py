@@ -19,6 +19,8 @@ from hvdvars.cli import names
 from hvdvars.cli.errors import UsageError, launched_rank
 
 _PACKAGES = ("tensorflow", "horovod", "mpi4py", "tqdm", "tabulate")
+_OF_TOWERS = ("hierarchical_copy", "local_towers")
+"""Options of `create` that say something about several towers in one process; a rank is one tower here."""
 _DESCRIPTION = """\
 Train a model on all ranks. Works bare (one rank) and under a launcher:
 
@@ -66,6 +68,11 @@ def parse(argv: Sequence[str]) -> TrainFlags | None:
     if unknown:
         known = [flag for action in train._actions for flag in action.option_strings]
         flag = unknown[0].split("=")[0]
+        if flag.removeprefix("--") in _OF_TOWERS:
+            raise UsageError(
+                f"{flag} is refused: hvdvars train has one tower per rank; start one rank for each device. Several "
+                "towers in one process belong to the methods for graphs of TensorFlow 1"
+            )
         raise UsageError(f"unknown flag {flag}{names.near(flag, known)} (hvdvars train --help lists all flags)")
     return _checked(vars(given))
 
@@ -128,7 +135,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help=f"who owns the variables: {', '.join(options.MODES)} (default: %(default)s)",
     )
     for field in dataclasses.fields(options.Options):
-        _add_option(group, field.name, field.default)
+        if field.name not in _OF_TOWERS:
+            _add_option(group, field.name, field.default)
     return top, train
 
 

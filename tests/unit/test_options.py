@@ -60,6 +60,8 @@ def test_valid_or_refused_as_the_table_says(mode, name, data):
         options |= {"use_fp16": True, "fp16_enable_auto_loss_scale": True, name: value}
     if name == "local_parameter_device" and mode == "parameter_server":
         options["staged_vars"] = True
+    if name == "hierarchical_copy":
+        options["local_towers"] = 4
     reason = OPTION_TABLE[name][mode]
     if mode in OWNERS and (name, value) == ("fusion", "group"):
         reason = "no groups for all-to-all"
