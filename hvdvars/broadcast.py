@@ -22,11 +22,13 @@ def broadcast_variables(variables: Sequence[Variable], root: int = 0, name: str 
     shapes and dtypes in the same order. Strings and other types that cannot be sent raise TypeError.
 
     Raises:
-        RuntimeError: `hvdvars.init` has not been called.
+        RuntimeError: `hvdvars.init` has not been called; or a graph of TensorFlow 1, where values belong to a session.
         TypeError: a dtype cannot be sent.
     """
     require_started("broadcast")
     with tf.init_scope():
+        if not tf.executing_eagerly():
+            raise RuntimeError("broadcast works in eager mode; in a graph of TensorFlow 1 run get_post_init_ops")
         values = [tf.convert_to_tensor(optimizer.tf_variable(variable)) for variable in variables]
         dtypes = [value.dtype.name for value in values]
         for variable, value in zip(variables, values, strict=True):

@@ -149,7 +149,11 @@ def _start(function: str, mgr: Any, optimizer: Any) -> None:
     if not isinstance(mgr, VariableMgr):
         raise TypeError(f"{function}: mgr must be what hvdvars.create gave, got {type(mgr).__name__}")
     if not tf.executing_eagerly():
-        raise RuntimeError(f"{function} works outside of graphs: call it outside of tf.function, in eager mode")
+        raise RuntimeError(
+            f"{function} works outside of graphs: call it outside of tf.function, in eager mode. In a graph of "
+            "TensorFlow 1, run get_pre_save_ops on every rank, and save savable_variables with rank 0's "
+            "tf.compat.v1.train.Saver."
+        )
     guard.exchange(function, {"mode": mgr.mode, "optimizer": type(optimizer).__name__}, [])
 
 

@@ -95,11 +95,16 @@ def verify(variables: Any, hint: str = "", function: str = "verify") -> None:
 
     Raises:
         ValueError: names, shapes or dtypes differ, as in the start of a run.
-        RuntimeError: values differ; names the variables and the ranks that disagree with rank 0.
+        RuntimeError: values differ; names the variables and the ranks that disagree with rank 0. Or a graph of
+            TensorFlow 1, where values belong to a session.
     """
     require_started("verify")
     variables = check.check_variables("verify", variables)
     with tf.init_scope():
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{function} works in eager mode; in a graph of TensorFlow 1 compare what a session gives"
+            )
         mine = [{**describe(variable), "digest": _digest(variable)} for variable in variables]
     ranks = exchange(function, {}, mine)
     wrong: list[str] = []

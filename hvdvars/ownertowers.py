@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, collectives, getters, meeting, owner, paramdevices, savable, scaling
+from hvdvars import check, collectives, getters, meeting, owner, paramdevices, savable, scaling, towers
 from hvdvars.manager import Use, device_of
 from hvdvars.options import Options
 from hvdvars.session import world
@@ -104,14 +104,16 @@ class OwnerTowers(TowerMgr):
                 "get_gradients_to_apply: placement='elements' belongs to apply_gradients; in a graph of TensorFlow 1 "
                 "use placement='variables'"
             )
-        use, gradients = self._tower_use("get_gradients_to_apply", gradient_state)
-        sums = self._sum_towers(use, gradients, [self.benchmark_cnn.param_server_device])
+        use, sums = self._tower_use("get_gradients_to_apply", gradient_state, self._add_towers)
         with device_of(self.options):
-            mine = owner.reduce_to_owners(use.plan, sums)
+            mine = owner.reduce_to_owners(use.plan, sums, wide=bool(self.options.copy_dtype))
             if self.benchmark_cnn.enable_auto_loss_scale:
                 wrong = tf.cast(tf.logical_not(scaling.all_finite(mine)), tf.float32)
                 self.grad_has_inf_nan = collectives.all_reduce(wrong, f"{use.plan.name}.finite") > 0.0
         return use, mine
+
+    def _add_towers(self, gradients: list[list[Gradient]]) -> list[Gradient]:
+        return towers.sum_all_towers(gradients, [self.benchmark_cnn.param_server_device])
 
     def _use_of(self, gradient_state: Any) -> Use:
         variables = tuple(id(variable) for _, variable in gradient_state[0])
@@ -249,6 +251,11 @@ class MasterTowers(OwnerTowers):
     def _kept_variables(self) -> list[Any]:
         copies = [one for one in v1.local_variables() if savable.locate(one).tower is not None]
         return [*v1.global_variables(), *copies]
+
+    def _saved_dtype(self, variable: Any) -> tf.DType:
+        # Where the master is on another rank, a copy stands for it.
+        trained = any(variable is one for one in v1.trainable_variables())
+        return self._master_dtype(variable) if trained else super()._saved_dtype(variable)
 
     def _master_of(self, variable: Any) -> Any:
         if id(variable) not in self._masters:

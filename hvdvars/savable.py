@@ -6,7 +6,7 @@ Rank 0 has every variable that is saved. In a mode with owners, the others have 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Saved:
-    """One value that is saved under `name`: in `source`; `targets` are all variables here that have the same value."""
+    """One value that is saved under `name`, as `dtype`: `targets` are all variables here that have the same value.
+
+    Rank 0 saves it from `source`; elsewhere this may be a copy of another dtype.
+    """
 
     name: str
     source: Any
     targets: tuple[Any, ...]
+    dtype: tf.DType
 
 
 def locate(variable: Any) -> Place:
@@ -54,11 +58,16 @@ def name_saved(variable: Any, prefix: str) -> str:
     return place.name if place.tower is None else prefix + place.name
 
 
-def group(variables: Sequence[Any], aliases: Mapping[int, str], prefix: str) -> list[Saved]:
+def group(
+    variables: Sequence[Any],
+    aliases: Mapping[int, str],
+    prefix: str,
+    dtype_of: Callable[[Any], tf.DType] = check.dtype_of,
+) -> list[Saved]:
     """Variables by the name that they are saved under, sorted by it; masters before towers, lower towers first. Local.
 
     `aliases` name variables (by their id) that do not say in their own name where they belong. `prefix` is put before
-    the names of what belonged to a tower.
+    the names of what belonged to a tower. `dtype_of` a variable is that in which its value is saved.
     """
     found: dict[str, list[tuple[Any, Any]]] = {}
     for variable in variables:
@@ -69,7 +78,7 @@ def group(variables: Sequence[Any], aliases: Mapping[int, str], prefix: str) -> 
     saved = []
     for name in sorted(found):
         sames = [variable for _, variable in sorted(found[name], key=lambda one: one[0])]
-        saved.append(Saved(name, sames[0], tuple(sames)))
+        saved.append(Saved(name, sames[0], tuple(sames), dtype_of(sames[0])))
     return saved
 
 
@@ -81,7 +90,7 @@ def agree(function: str, saved: Sequence[Saved], partly: bool) -> list[tuple[str
     Raises:
         ValueError: a rank has what rank 0 lacks, or lacks or has otherwise what rank 0 has; on every rank alike.
     """
-    mine = {one.name: [check.shape_of(one.source).as_list(), check.dtype_of(one.source).name] for one in saved}
+    mine = {one.name: [check.shape_of(one.source).as_list(), one.dtype.name] for one in saved}
     meeting.take_turn(function, f"{function} (variables: {len(mine)})")
     ranks = meeting.gather_objects(mine, "savable")
     problems = []
@@ -110,7 +119,8 @@ def spread(name: str, listed: Sequence[tuple[str, tuple[int, ...], str]], saved:
     """
     known = {one.name: one for one in saved}
     values = [
-        known[key].source.read_value() if key in known else tf.zeros(shape, dtype) for key, shape, dtype in listed
+        tf.cast(known[key].source.read_value(), dtype) if key in known else tf.zeros(shape, dtype)
+        for key, shape, dtype in listed
     ]
     for key, _, dtype in listed:
         wire.transfer_type("broadcast", tf.as_dtype(dtype), key)

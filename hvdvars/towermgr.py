@@ -8,13 +8,13 @@ placement are those of `VariableMgr.apply_gradients`. `hvdvars.ownertowers` has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import agreement, check, graphscale, meeting, reduce, savable, towers
+from hvdvars import agreement, check, graphscale, meeting, reduce, savable
 from hvdvars.manager import Use, VariableMgr
 from hvdvars.options import Options
 from hvdvars.session import require_started, world
@@ -170,10 +170,13 @@ class TowerMgr(VariableMgr):
     # --- shared parts ------------------------------------------------------------------------------------------------
 
     def _saved(self) -> list[savable.Saved]:
-        return savable.group(self._kept_variables(), self._aliases(), self.saved_prefix)
+        return savable.group(self._kept_variables(), self._aliases(), self.saved_prefix, self._saved_dtype)
 
     def _saved_name(self, variable: Any) -> str:
         return savable.name_saved(variable, self.saved_prefix)
+
+    def _saved_dtype(self, variable: Any) -> tf.DType:
+        return check.dtype_of(variable)
 
     def _kept_variables(self) -> list[Any]:
         return list(v1.global_variables())
@@ -217,8 +220,10 @@ class TowerMgr(VariableMgr):
     def _averages(self) -> bool:
         return self.tower_average and self.options.average
 
-    def _tower_use(self, function: str, device_grads: Any) -> tuple[Use, list[list[Gradient]]]:
-        """The use of the first tower's variables, and every tower's gradients, scaled by the number of replicas.
+    def _tower_use(
+        self, function: str, device_grads: Any, add: Callable[[list[list[Gradient]]], list[Gradient]]
+    ) -> tuple[Use, list[Gradient]]:
+        """The use of the first tower's variables, and what `add` makes of all towers' gradients, as the use wants it.
 
         Collective: every rank of the group calls it in the same order, while the graph is built.
         """
@@ -226,31 +231,33 @@ class TowerMgr(VariableMgr):
         if self.options.verify_every:
             raise ValueError(f"{function}: option verify_every belongs to apply_gradients; leave it out in such graphs")
         gradients, variables = _split(function, device_grads)
-        kinds = tuple(agreement.kind_of(one, self.options.none_gradients) for one in gradients[0])
+        if self.options.none_gradients == "error":
+            _refuse_partly_missing(function, gradients, variables)
+        sums = add(gradients)
+        kinds = tuple(agreement.kind_of(one, self.options.none_gradients) for one in sums)
         key = (tuple(id(variable) for variable in variables), kinds)
         if key not in self._tower_uses:
-            settings = {"mode": self.mode, "manager": self._name, "towers' use": len(self._tower_uses)}
+            use = self._first_tower_use(function, sums, variables, kinds)
             counts = meeting.gather_objects(len(gradients), "towers")
-            use = self._first_tower_use(function, settings, gradients[0], variables, kinds)
             if self._averages():
                 use.factor = world().size / sum(counts)  # the plan's mean is over ranks
             self._tower_uses[key] = use
-        return self._tower_uses[key], gradients
+        use = self._tower_uses[key]
+        return use, [_scaled(one, use.factor) for one in sums]
 
-    def _first_tower_use(
-        self, function: str, settings: Any, gradients: list[Gradient], variables: list[Any], kinds: Any
-    ) -> Use:
-        average = self._averages()
-        options = replace(self.options, average=average)
-        agreed = {**settings, "average": average}
-        forms = agreement.agree(function, agreed, gradients, variables, kinds, options.sparse)
-        name = f"{self._name}.towers{len(self._tower_uses)}"
+    def _first_tower_use(self, function: str, sums: list[Gradient], variables: list[Any], kinds: Any) -> Use:
+        options, number = replace(self.options, average=self._averages()), len(self._tower_uses)
+        settings = {
+            **asdict(replace(options, local_towers=1)),
+            "mode": self.mode,
+            "manager": self._name,
+            "towers' use": number,
+            "enable_auto_loss_scale": bool(self.benchmark_cnn.enable_auto_loss_scale),
+        }
+        forms = agreement.agree(function, settings, sums, variables, kinds, options.sparse)
+        name = f"{self._name}.towers{number}"
         whole = reduce.plan_reduction(name, forms, options)
-        return Use(len(self._tower_uses), variables, self._plan(f"{name}.owned", variables, forms, whole), whole)
-
-    def _sum_towers(self, use: Use, gradients: list[list[Gradient]], devices: Sequence[str]) -> list[Gradient]:
-        """The sums over the towers of this process, as `use` wants them."""
-        return [_scaled(one, use.factor) for one in towers.sum_all_towers(gradients, devices)]
+        return Use(number, variables, self._plan(f"{name}.owned", variables, forms, whole), whole)
 
 
 def _scaled(gradient: Gradient, factor: float) -> Gradient:
@@ -259,6 +266,16 @@ def _scaled(gradient: Gradient, factor: float) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _refuse_partly_missing(function: str, gradients: list[list[Gradient]], variables: list[Any]) -> None:
+    for index, column in enumerate(zip(*gradients, strict=True)):
+        missing = [number for number, gradient in enumerate(column) if gradient is None]
+        if missing and len(missing) < len(column):
+            raise ValueError(
+                f"{function}: the gradient of {check.name_of(variables[index])} is None in towers {missing} only. "
+                "Build all towers alike, or use none_gradients='zeros' to count a missing one as zeros."
+            )
 
 
 def _split(function: str, device_grads: Any) -> tuple[list[list[Gradient]], list[Any]]:

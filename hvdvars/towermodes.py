@@ -54,13 +54,8 @@ class AllReduceTowers(TowerMgr):
 
     def preprocess_device_grads(self, device_grads: Sequence[Sequence[tuple[Gradient, Any]]]) -> tuple[list[Any], Any]:
         """See `TowerMgr`. The state has the reduced gradients, for each tower with its own variables. Collective."""
-        use, gradients = self._tower_use("preprocess_device_grads", device_grads)
+        use, sums = self._tower_use("preprocess_device_grads", device_grads, self._add_towers)
         puts: list[Any] = []
-        if self.options.hierarchical_copy:
-            per_tower = towers.sum_hierarchically(gradients, self._topology())
-            sums = list(per_tower[0])
-        else:
-            sums = self._sum_towers(use, gradients, self._sum_devices())
         if self.options.variable_consistency == "relaxed":
             sums, puts = self._defer(use, sums)
         with device_of(self.options):
@@ -84,6 +79,11 @@ class AllReduceTowers(TowerMgr):
     def get_post_init_ops(self) -> list[Any]:
         """See `TowerMgr`; and the zeros that wait before the first step, if gradients are late. Collective."""
         return [*super().get_post_init_ops(), *self._warmup_ops]
+
+    def _add_towers(self, gradients: list[list[Gradient]]) -> list[Gradient]:
+        if self.options.hierarchical_copy:
+            return towers.sum_hierarchically(gradients, self._topology())[0]
+        return towers.sum_all_towers(gradients, self._sum_devices())
 
     def _topology(self) -> Any:
         return getattr(getattr(self.benchmark_cnn, "params", None), "network_topology", None) or "dgx1"

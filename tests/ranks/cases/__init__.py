@@ -24,6 +24,7 @@ MODULES = (
     "masters",
     "loss_scale",
     "tower_graphs",
+    "tower_saves",
     "kinds",
     "reports",
     "algorithms",

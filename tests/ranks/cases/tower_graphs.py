@@ -25,6 +25,7 @@ OPTIMIZERS = {
 }
 STEPS = 100
 ROWS = 24
+WEIGHTS = ("first", "bias", "last", "scale", "table")
 MEAN_MODES = ("parameter_server", "distributed_replicated")
 
 
@@ -51,18 +52,27 @@ def model(x, y, rows, seed, table=True):
 
 def one_process(world, optimizer, factor):
     """The weights that one process reaches with the gradients of the joined batch times `factor`, by name."""
-    key = f"one process {optimizer} {factor} in a graph"
+    values = everything_of_one_process(world, optimizer, factor, STEPS)
+    return {name: values[name] for name in WEIGHTS}
+
+
+def everything_of_one_process(world, optimizer, factor, steps):
+    """The same after so many steps, with all slots and counters, and what a step adds to moving averages."""
+    key = f"one process {optimizer} {factor} {steps} in a graph"
     if key not in world.notes:
-        with tf.Graph().as_default(), v1.variable_scope("v0"):
-            loss = model(*batch(), seed=0)
+        with tf.Graph().as_default():
+            with v1.variable_scope("v0"):
+                loss = model(*batch(), seed=0)
             variables = v1.trainable_variables()
             grads = [tf.convert_to_tensor(g) * factor for g in tf.gradients(loss, variables)]
             train = OPTIMIZERS[optimizer]().apply_gradients(zip(grads, variables, strict=True))
+            updates = v1.get_collection(v1.GraphKeys.UPDATE_OPS)
             with v1.Session() as session:
                 session.run(v1.global_variables_initializer())
-                for _ in range(STEPS):
-                    session.run(train)
-                world.notes[key] = {v.name[3:-2]: session.run(v) for v in variables}
+                for _ in range(steps):
+                    session.run([train, updates])
+                found = {v.name[:-2].removeprefix("v0/"): session.run(v) for v in v1.global_variables()}
+                world.notes[key] = found
     return world.notes[key]
 
 
@@ -93,6 +103,8 @@ class Job:
                 pairs = mgr.get_gradients_to_apply(number, state)
                 mgr.append_apply_gradients_ops(state, OPTIMIZERS[optimizer](), pairs, ops, params)
         self.train = tf.group(*ops)
+        updates = v1.get_collection(v1.GraphKeys.UPDATE_OPS)
+        self.updates = updates if mgr.each_tower_has_variables() else updates[:1]
         self.enqueue = [put for staged in getattr(mgr, "staging_vars_on_devices", []) for put, _ in staged.values()]
         self.before_save = tf.group(*mgr.get_pre_save_ops())
         self.saved = mgr.savable_variables()
@@ -115,7 +127,7 @@ class Job:
         found = {}
         for variable in [*v1.global_variables(), *v1.local_variables()]:
             scope, _, name = variable.name[:-2].partition("/")
-            if scope.startswith("v") and name in ("first", "bias", "last", "scale", "table"):
+            if scope.startswith("v") and name in WEIGHTS:
                 found[name, scope] = self.session.run(variable)
         return found
 
