@@ -62,10 +62,14 @@ class StagedModelVariable:
     For what a model updates by itself, such as moving averages; the puts are added to `variable_mgr.staging_delta_ops`.
     """
 
-    def __init__(self, real_var: Any, var_stage_get: tf.Tensor, variable_mgr: Any) -> None:
+    def __init__(
+        self, real_var: Any, var_stage_get: tf.Tensor, variable_mgr: Any, staged: tf.Tensor | None = None
+    ) -> None:
         self.real_var = real_var
         self.var_stage_get = var_stage_get
         self.variable_mgr = variable_mgr
+        # What this step stages is read before it updates the variable, or the lateness would be a matter of luck.
+        self._before = [] if staged is None else [staged.op]
 
     @property
     def name(self) -> str:
@@ -106,15 +110,18 @@ class StagedModelVariable:
 
     def assign(self, value: Any, name: str | None = None, read_value: bool = True) -> Any:
         """Let the variable have this value at the next step. Local."""
-        return self.real_var.assign(self._staged(value), name=name, read_value=read_value)
+        with tf.control_dependencies(self._before):
+            return self.real_var.assign(self._staged(value), name=name, read_value=read_value)
 
     def assign_add(self, delta: Any, name: str | None = None, read_value: bool = True) -> Any:
         """Add this to the variable at the next step. Local."""
-        return self.real_var.assign_add(self._staged(delta), name=name, read_value=read_value)
+        with tf.control_dependencies(self._before):
+            return self.real_var.assign_add(self._staged(delta), name=name, read_value=read_value)
 
     def assign_sub(self, delta: Any, name: str | None = None, read_value: bool = True) -> Any:
         """Subtract this from the variable at the next step. Local."""
-        return self.real_var.assign_sub(self._staged(delta), name=name, read_value=read_value)
+        with tf.control_dependencies(self._before):
+            return self.real_var.assign_sub(self._staged(delta), name=name, read_value=read_value)
 
     def _staged(self, value: Any) -> tf.Tensor:
         with v1.colocate_with(None, True), tf.device(self.var_stage_get.device):
@@ -182,8 +189,10 @@ class StagedVariableGetter:
             with tf.device(self.devices[self.device_num]):
                 put, got, _ = stage([value], [real.shape])
             known[name] = (put, got[0])
-        get = known[name][1]
-        return get if kwargs.get("trainable", True) else StagedModelVariable(real, get, self.variable_mgr)
+        put, get = known[name]
+        if kwargs.get("trainable", True):
+            return get
+        return StagedModelVariable(real, get, self.variable_mgr, put.inputs[0])
 
     def _fetched(self, name: str, real: Any) -> tf.Tensor:
         if self.cpu_device is None:

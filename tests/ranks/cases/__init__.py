@@ -25,6 +25,8 @@ MODULES = (
     "loss_scale",
     "tower_graphs",
     "tower_saves",
+    "tower_steps",
+    "tower_limits",
     "kinds",
     "reports",
     "algorithms",

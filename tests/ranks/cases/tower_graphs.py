@@ -76,32 +76,52 @@ def everything_of_one_process(world, optimizer, factor, steps):
     return world.notes[key]
 
 
+def divided(gradient, params):
+    """The gradient of a loss that was multiplied by the caller's loss scale, without it."""
+    return gradient if params is None or gradient is None else gradient / tf.cast(params.loss_scale, gradient.dtype)
+
+
 class Job:
     """A graph with `towers` towers of this rank, as tf_cnn_benchmarks builds it; to be used as the default graph."""
 
-    def __init__(self, world, mgr, optimizer, towers, resources=True, params=None, scale=1.0):
+    def __init__(
+        self,
+        world,
+        mgr,
+        optimizer,
+        towers,
+        resources=True,
+        params=None,
+        scale=1.0,
+        first=None,
+        replicas=None,
+        build=None,
+    ):
+        """`build(number)` gives a tower's loss, if it is not the model's on the rows of a replica: from `first` on."""
         self.mgr, self.graph = mgr, v1.get_default_graph()
         mgr.use_resource_vars = resources
         devices, losses, grads = mgr.get_devices(), [], []
-        replicas = world.size * towers
+        first, replicas = world.rank * towers if first is None else first, replicas or world.size * towers
         for number in range(towers):
-            share = [part[world.rank * towers + number :: replicas] for part in batch()]
+            share = [part[first + number :: replicas] for part in batch()]
             with (
                 v1.name_scope(f"tower_{number}"),
                 v1.device(devices[number]),
                 mgr.create_outer_variable_scope(number),
             ):
-                loss = model(*share, seed=world.rank + 10 * number)
+                loss = build(number) if build else model(*share, seed=world.rank + 10 * number)
                 read = mgr.trainable_variables_on_device(number, number)
                 written = mgr.trainable_variables_on_device(number, number, writable=True)
-                grads.append(list(zip(tf.gradients(loss * scale, read), written, strict=True)))
+                pairs = zip(tf.gradients(loss * scale, read), written, strict=True)
+                grads.append([(divided(gradient, params), variable) for gradient, variable in pairs])
                 losses.append(loss)
         self.loss, ops = tf.add_n(losses) / towers, []
         where, state = mgr.preprocess_device_grads(grads)
         for number, device in enumerate(where):
             with v1.device(device):
                 pairs = mgr.get_gradients_to_apply(number, state)
-                mgr.append_apply_gradients_ops(state, OPTIMIZERS[optimizer](), pairs, ops, params)
+                opt = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer()
+                mgr.append_apply_gradients_ops(state, opt, pairs, ops, params)
         self.train = tf.group(*ops)
         updates = v1.get_collection(v1.GraphKeys.UPDATE_OPS)
         self.updates = updates if mgr.each_tower_has_variables() else updates[:1]
@@ -131,11 +151,11 @@ class Job:
                 found[name, scope] = self.session.run(variable)
         return found
 
-    def check(self, world, wanted):
+    def check(self, world, wanted, tolerance=5e-5):
         values = self.weights()
         assert {name for name, _ in values} == set(wanted), sorted(values)
         for (name, scope), value in sorted(values.items()):
-            close(np.asarray(value), np.asarray(wanted[name]), f"{scope}/{name}", 5e-5)
+            close(np.asarray(value), np.asarray(wanted[name]), f"{scope}/{name}", tolerance)
             assert value.tobytes() == values[name, min(s for n, s in values if n == name)].tobytes()
         same_everywhere(world, {f"{k}": v.tobytes().hex() for k, v in values.items()}, "weights")
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvdvars as hv
 
 from . import case
-from .tools import close, same_everywhere
+from .tools import close
 from .tower_graphs import MODES, WEIGHTS, Job, everything_of_one_process, factor_of
 
 v1 = tf.compat.v1
