@@ -7,11 +7,12 @@ ignores the names of eager calls and would add up whatever comes first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -23,6 +24,8 @@ from hvdvars.session import Group, World, everyone, world
 
 _SAME_SHAPE = ("allreduce", "grouped_allreduce", "broadcast")
 """Operations whose results have the shapes of what they are given."""
+
+_watchers: list[list[Any]] = []
 
 _uses: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
@@ -279,12 +282,27 @@ def _operate(
     asserted = tf.raw_ops.Assert(condition=tf.constant(True), data=[_seen(results[0])])
     if not _is_function(tf.compat.v1.get_default_graph()):
         # A graph of TensorFlow 1 runs only what somebody asks for.
+        for made in _watchers:
+            made.append(asserted)
         with tf.control_dependencies([asserted]):
             results = [tf.identity(result) for result in results]
     if operation in _SAME_SHAPE:
         for result, tensor in zip(results, tensors, strict=True):
             result.set_shape(tensor.shape)
     return results
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tf.Operation]]:
+    """A list of operations that run the collectives made inside, in a graph of TensorFlow 1: what nobody asks for there
+    does not run, and other ranks may ask for their part. Local.
+    """
+    made: list[tf.Operation] = []
+    _watchers.append(made)
+    try:
+        yield made
+    finally:
+        _watchers.pop()
 
 
 def _seen(result: tf.Tensor) -> tf.Tensor:

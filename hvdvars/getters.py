@@ -140,6 +140,17 @@ def _staged_as_tensor(staged: StagedModelVariable, dtype: Any = None, name: Any 
 tf.register_tensor_conversion_function(StagedModelVariable, _staged_as_tensor)
 
 
+def _of_value(name: str) -> Callable[..., Any]:
+    def operator(staged: StagedModelVariable, *others: Any) -> Any:
+        return getattr(staged.value(), name)(*others)
+
+    return operator
+
+
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
+    setattr(StagedModelVariable, _name, _of_value(_name))
+
+
 def stage(
     tensors: Sequence[tf.Tensor], shapes: Sequence[Any], first: Sequence[tf.Tensor] | None = None
 ) -> tuple[tf.Operation, list[tf.Tensor], tf.Operation | None]:

@@ -33,6 +33,8 @@ class OwnerTowers(TowerMgr):
         super().__init__(options)
         # By graph: name, holder, shape and dtype of what an optimizer keeps on one rank only.
         self._kept_elsewhere: dict[Any, list[tuple[str, int, tuple[int, ...], str]]] = {}
+        # By the use's number: the collectives of its last reduction.
+        self._sent: dict[int, list[tf.Operation]] = {}
 
     def each_tower_has_variables(self) -> bool:
         """See `TowerMgr`. Local."""
@@ -66,7 +68,8 @@ class OwnerTowers(TowerMgr):
         if world().rank == 0:
             self._apply_never(opt, self._others(use))
         self._tell_kept([*made, *self._own_masters(use)])
-        training_ops.extend(applied)
+        # A rank sends its gradients also where it applies none of what it receives.
+        training_ops.extend([*applied, *self._sent[use.number]])
         with tf.control_dependencies([*applied, *self._before_apply()]), device_of(self.options):
             training_ops.extend(self._publish_towers(use, gradient_state))
 
@@ -105,7 +108,7 @@ class OwnerTowers(TowerMgr):
                 "use placement='variables'"
             )
         use, sums = self._tower_use("get_gradients_to_apply", gradient_state, self._add_towers)
-        with device_of(self.options):
+        with device_of(self.options), collectives.watched() as self._sent[use.number]:
             mine = owner.reduce_to_owners(use.plan, sums, wide=bool(self.options.copy_dtype))
             if self.benchmark_cnn.enable_auto_loss_scale:
                 wrong = tf.cast(tf.logical_not(scaling.all_finite(mine)), tf.float32)

@@ -62,7 +62,7 @@ def staged_values_are_read_one_step_late(world, chosen):
                 assert put.type == "Stage" and get.op.type == "Unstage"
         assert len(mgr.staging_delta_ops) == 1
         job.start()
-        job.session.run([job.enqueue, mgr.staging_delta_ops])
+        job.session.run([job.enqueue, read, mgr.staging_delta_ops])
         weights, counts = [np.array([1.0, 2.0, 4.0])] * 2, [np.array([8.0, 8.0])] * 2
         deltas = [(counts[0] - 4.0) * 0.5]
         aim = np.mean(range(replicas))
