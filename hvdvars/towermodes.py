@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -33,8 +34,8 @@ class IndependentTowers(TowerMgr):
         saved = []
         for one in super()._saved():
             first, *others = one.targets
-            saved.append(savable.Saved(one.name, first, (first,)))
-            saved += [savable.Saved(check.name_of(other), other, (other,)) for other in others]
+            saved.append(replace(one, targets=(first,)))
+            saved += [replace(one, name=check.name_of(other), source=other, targets=(other,)) for other in others]
         return saved
 
     def get_post_init_ops(self) -> list[Any]:
