@@ -64,10 +64,28 @@ def append_gradients_with_loss_scale(
         )
     kept = (given.loss_scale, given.loss_scale_normal_steps, given.inc_loss_scale_every_n)
     training_ops.append(
-        v1.cond(
+        _either(
             grad_has_inf_nan,
             lambda: _update(*kept, False),
             lambda: tf.group(_update(*kept, True), *get_apply_gradients_ops_func()),
-            name="cond_if_grad_has_inf_nan",
         )
     )
+
+
+def append_gradients_if_finite(
+    training_ops: list[Any], get_apply_gradients_ops_func: Callable[[], list[Any]], grad_has_inf_nan: Any
+) -> None:
+    """The same for what is applied beside it in the same step: skipped alike, without a change of the scale. Local."""
+    apply = get_apply_gradients_ops_func
+    training_ops.append(_either(grad_has_inf_nan, lambda: tf.group(), lambda: tf.group(*apply())))
+
+
+def _either(wrong: Any, skip: Callable[[], Any], apply: Callable[[], Any]) -> Any:
+    # Branches that are functions, as TensorFlow 2 has them, cannot write to a variable that is a reference.
+    functions = v1.control_flow_v2_enabled()
+    v1.disable_control_flow_v2()
+    try:
+        return v1.cond(wrong, skip, apply, name="cond_if_grad_has_inf_nan")
+    finally:
+        if functions:
+            v1.enable_control_flow_v2()

@@ -64,6 +64,8 @@ class TowerMgr(VariableMgr):
         self.use_resource_vars: bool | None = None
         self.staging_delta_ops: list[Any] = []
         self.grad_has_inf_nan: Any = None
+        # Verdicts on gradients by which a tower has changed the loss scale.
+        self._judged: list[Any] = []
         self._reuse_vars = False
         self._tower_uses: dict[Any, Use] = {}
         # By graph and number of the tower: what optimizers made there, in their order.
@@ -214,8 +216,14 @@ class TowerMgr(VariableMgr):
             training_ops.extend(apply())
             return
         # Every rank has a scale of its own; a chief that alone kept it would leave the others behind.
-        own = graphscale.AutoLossScaleParams(*params)._replace(is_chief=True)
-        graphscale.append_gradients_with_loss_scale(training_ops, apply, own, self.grad_has_inf_nan)
+        own, wrong = graphscale.AutoLossScaleParams(*params)._replace(is_chief=True), self.grad_has_inf_nan
+        if any(wrong is one for one in self._judged):
+            # The first tower has changed the scale; it changes once a step.
+            graphscale.append_gradients_if_finite(training_ops, apply, wrong)
+            return
+        graphscale.append_gradients_with_loss_scale(training_ops, apply, own, wrong)
+        if own.enable_auto_loss_scale and own.loss_scale is not None:
+            self._judged.append(wrong)
 
     def _averages(self) -> bool:
         return self.tower_average and self.options.average

