@@ -86,3 +86,13 @@ def test_the_example(tmp_path):
     assert ended.code == 0, ended.tail()
     for rank in (0, 1):
         assert f"rank {rank} of 2: loss 0.0" in ended.output or f"rank {rank} of 2: loss 0.1" in ended.output
+
+
+def test_the_example_of_a_graph(tmp_path):
+    program = [sys.executable, str(ROOT / "examples" / "tower_graph.py")]
+    ended = launchers.run(Launch("mpi", 2), program, tmp_path / "output.txt", 180)
+    assert ended.code == 0, ended.tail()
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: loss 0.0" in ended.output
+    kernels = {line.partition("kernel ")[2] for line in ended.output.splitlines() if "kernel [" in line}
+    assert len(kernels) == 1, ended.output
