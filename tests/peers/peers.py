@@ -81,9 +81,15 @@ class Launches:
         launch = wanted.launch
         if launch not in self.results:
             chosen = [one for one in self.configurations if one.launch == launch]
-            folder = self.folder / f"{self.copy.parent.name}-{launch}"
-            self.results[launch] = run(launch, self.copy, folder, chosen)
+            self.results[launch] = run(launch, self.copy, self._folder(launch), chosen)
         return self.results[launch].of(wanted.name)
+
+    def folder_of(self, wanted: Configuration) -> Path:
+        """Where the runs of a configuration have their files."""
+        return self._folder(wanted.launch) / wanted.name
+
+    def _folder(self, launch: Launch) -> Path:
+        return self.folder / f"{self.copy.parent.name}-{launch}"
 
 
 def selected(items: Sequence[pytest.Item], kind: type) -> list[Any]:

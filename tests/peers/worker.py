@@ -2,10 +2,11 @@
 
     worker.py CHECKOUT FOLDER
 
-`FOLDER/configurations.json` has a list of {"name", "runs"}; a run has "params" for make_params, "images" (numbers), the
-name of a "model", and may "read" names of values to fetch before every step. Every rank writes `rank<r>.jsonl`: a line
-when a configuration begins and one when it ends, with the losses of every step and the weights of all towers of each of
-its runs. Started by a launcher, the ranks train together, if the checkout has our managers.
+`FOLDER/configurations.json` has a list of {"name", "runs"}. A run has "params" for make_params (in which "{folder}" is
+a folder of the configuration), "images" (numbers) and the name of a "model"; it may "read" variables before every
+step, and may have to "refuse": its error is noted. Every rank writes `rank<r>.jsonl`: a line when a configuration
+begins and one when it ends, with what `Notes` has of each of its runs. Started by a launcher, the ranks train
+together, if the checkout has our managers.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Wide(test_util.TestCNNModel):
     """More variables, of different sizes, with values that differ in all their elements."""
 
     def add_inference(self, cnn: Any) -> None:
-        for number, (depth, activation) in enumerate([(5, "tanh"), (3, "tanh"), (4, "tanh"), (1, None)]):
+        # Without the last tanh, a gradient would not depend on the loss, and the update would race with its variables.
+        for number, depth in enumerate([5, 3, 4, 1]):
             start = {"use_batch_norm": None, "bias": 0.1, "kernel_initializer": _ramp(number + 1)}
             with tf.name_scope(f"layer{number}"):
-                cnn.conv(depth, 1, 1, 1, 1, activation=activation, **start)
+                cnn.conv(depth, 1, 1, 1, 1, activation="tanh", **start)
         cnn.reshape([-1, 1])
 
 
@@ -74,35 +76,51 @@ class Notes:
     def __init__(self, read: list[str]) -> None:
         self.read = read
         self.losses: list[float] = []
-        self.weights: list[dict[str, Any]] = []
+        """One a step."""
         self.values: list[dict[str, float]] = []
+        """Of the variables to read, before each step."""
+        self.weights: list[dict[str, Any]] = []
+        """One a tower, at the end."""
+        self.accuracies: list[tuple[float, float]] = []
+        """One an evaluation."""
         self.stats: dict[str, Any] = {}
         self.said: list[str] = []
+        """What the benchmark gave to its log, whether or not this rank shows it."""
+        self.refused = ""
 
 
-def train(run: dict[str, Any]) -> dict[str, Any]:
+def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run of the benchmark. The keys of what it gives are those of `Notes`."""
     notes = Notes(run.get("read", []))
-    params = benchmark_cnn.make_params(**{**DEFAULTS, **run["params"]})
-    params = benchmark_cnn.setup(params)
-    model = MODELS[run.get("model", "test")]()
-    model.data_format = "NHWC"
-    if params.use_fp16:
-        model.data_type, model.fp16_vars = tf.float16, params.fp16_vars
     one_step, say = benchmark_cnn.benchmark_one_step, benchmark_cnn.log_fn
     benchmark_cnn.benchmark_one_step = _noting_losses(one_step, notes)
     benchmark_cnn.log_fn = lambda text: (notes.said.append(text), say(text))
     try:
-        benchmark = _noting_weights(notes)(params, dataset=test_util.TestDataSet(), model=model)
-        _feed(benchmark, run["images"])
-        with tf.Graph().as_default():
-            notes.stats = benchmark.run() or {}
+        notes.stats = _run_benchmark(run, notes, folder)
+    except Exception as error:
+        if not run.get("refuse"):
+            raise
+        notes.refused = f"{type(error).__name__}: {error}"
     finally:
         benchmark_cnn.benchmark_one_step, benchmark_cnn.log_fn = one_step, say
-    if say.__name__ == "_say_nothing":
-        notes.said = []
-    notes.stats = {name: float(value) for name, value in notes.stats.items()}
     return {name: value for name, value in vars(notes).items() if name != "read"}
+
+
+def _run_benchmark(run: dict[str, Any], notes: Notes, folder: Path) -> dict[str, float]:
+    given = {name: _in_folder(value, folder) for name, value in run["params"].items()}
+    params = benchmark_cnn.setup(benchmark_cnn.make_params(**{**DEFAULTS, **given}))
+    model = MODELS[run.get("model", "test")]()
+    model.data_format = "NHWC"
+    if params.use_fp16:
+        model.data_type, model.fp16_vars = tf.float16, params.fp16_vars
+    benchmark = _noting_the_rest(notes)(params, dataset=test_util.TestDataSet(), model=model)
+    _feed(benchmark, run["images"])
+    with tf.Graph().as_default():
+        return {name: float(value) for name, value in (benchmark.run() or {}).items()}
+
+
+def _in_folder(value: Any, folder: Path) -> Any:
+    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
 
 
 def _feed(benchmark: Any, numbers: list[float]) -> None:
@@ -115,7 +133,9 @@ def _feed(benchmark: Any, numbers: list[float]) -> None:
 def _noting_losses(one_step: Any, notes: Notes) -> Any:
     def wrapped(session: Any, *arguments: Any, **more: Any) -> Any:
         if notes.read:
-            notes.values.append({name: float(session.run(f"{name}/Read/ReadVariableOp:0")) for name in notes.read})
+            variables = session.graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
+            chosen = {one.op.name: one for one in variables if one.op.name in notes.read}
+            notes.values.append({name: float(value) for name, value in session.run(chosen).items()})
         found = one_step(session, *arguments, **more)
         notes.losses.append(float(found[1]))
         return found
@@ -123,7 +143,7 @@ def _noting_losses(one_step: Any, notes: Notes) -> Any:
     return wrapped
 
 
-def _noting_weights(notes: Notes) -> Any:
+def _noting_the_rest(notes: Notes) -> Any:
     class Benchmark(benchmark_cnn.BenchmarkCNN):  # type: ignore[misc, name-defined]
         def benchmark_with_session(self, session: Any, *arguments: Any) -> Any:
             found = super().benchmark_with_session(session, *arguments)
@@ -131,6 +151,11 @@ def _noting_weights(notes: Notes) -> Any:
                 variables = self.variable_mgr.trainable_variables_on_device(tower, tower, writable=True)
                 values = session.run({_plain_name(one): one for one in variables})
                 notes.weights.append({name: np.asarray(value, float).tolist() for name, value in values.items()})
+            return found
+
+        def _eval_once(self, *arguments: Any) -> Any:
+            found = super()._eval_once(*arguments)
+            notes.accuracies.append(tuple(map(float, found)))
             return found
 
     return Benchmark
@@ -152,7 +177,7 @@ def main(folder: Path) -> None:
     with (folder / f"rank{rank}.jsonl").open("w", buffering=1) as results:
         for number, one in enumerate(configurations):
             results.write(json.dumps({"begins": one["name"]}) + "\n")
-            result = attempt(one)
+            result = attempt(one, folder / one["name"])
             results.write(json.dumps(result) + "\n")
             if not meet(one["name"], result["error"] is None):
                 _start_again(number)
@@ -160,13 +185,13 @@ def main(folder: Path) -> None:
         results.write(json.dumps({"done": True}) + "\n")
 
 
-def attempt(one: dict[str, Any]) -> dict[str, Any]:
+def attempt(one: dict[str, Any], folder: Path) -> dict[str, Any]:
     """All runs of one configuration, under the watchdog, until one fails."""
     watch(LIMIT)
     started, runs, error = time.perf_counter(), [], None
     try:
         for run in one["runs"]:
-            runs.append(train(run))
+            runs.append(train(run, folder))
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}"
     return {"name": one["name"], "runs": runs, "error": error, "seconds": round(time.perf_counter() - started, 2)}
