@@ -258,6 +258,14 @@ class VariableMgrDistributedReplicated(_OfBenchmark, mgr.VariableMgrDistributedR
     def __init__(self, benchmark_cnn: Any) -> None:
         self._take(benchmark_cnn)
 
+    def create_outer_variable_scope(self, device_num: int) -> Any:
+        """See `TowerMgr`. Where nothing is trained there are no masters, and the copies are what is restored. Local."""
+        params = self.benchmark_cnn.params
+        if getattr(params, "eval", False) or params.forward_only:
+            # Not local ones: those are initialized again after they were restored.
+            return TowerMgr.create_outer_variable_scope(self, device_num)
+        return super().create_outer_variable_scope(device_num)
+
     def _strip_port(self, s: str) -> str:
         return s.removesuffix(":0")
 
