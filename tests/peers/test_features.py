@@ -336,16 +336,34 @@ def commands() -> list[str]:
 COMMANDS = commands()
 
 
-@pytest.mark.parametrize("flags", COMMANDS, ids=lambda flags: flags.partition("--variable_update=")[2])
-def test_the_program(replaced, tmp_path, flags):
-    more = ["--num_batches=4", "--num_warmup_batches=1", "--display_every=2", f"--train_dir={tmp_path / 'trained'}"]
-    program = [sys.executable, str(replaced / "tf_cnn_benchmarks.py"), *flags.split(), *more]
+def run_program(replaced: Path, tmp_path: Path, flags: str, said: tuple[str, ...]) -> str:
+    """What the program printed on two ranks; each of the texts must be there once."""
+    program = [sys.executable, str(replaced / "tf_cnn_benchmarks.py"), *flags.split(), "--num_warmup_batches=1"]
     ended = launchers.run(Launch("mpi", 2), program, tmp_path / "output.txt", 180)
     assert ended.code == 0, ended.tail()
-    for said in ("Done warm up", "total images/sec", "TensorFlow:", "Batch size:"):
-        assert ended.output.count(said) == 1, f"{said}\n{ended.tail()}"
-    assert len(re.findall(r"^[24]\timages/sec", ended.output, re.MULTILINE)) == 2, ended.tail()
+    for text in said:
+        assert ended.output.count(text) == 1, f"{text}\n{ended.tail()}"
+    return ended.output
+
+
+TRAINS = ("Done warm up", "total images/sec", "TensorFlow:", "Batch size:")
+
+
+@pytest.mark.parametrize("flags", COMMANDS, ids=lambda flags: flags.partition("--variable_update=")[2])
+def test_the_program(replaced, tmp_path, flags):
+    more = f"--num_batches=4 --display_every=2 --train_dir={tmp_path / 'trained'}"
+    output = run_program(replaced, tmp_path, f"{flags} {more}", TRAINS)
+    assert len(re.findall(r"^[24]\timages/sec", output, re.MULTILINE)) == 2, output
     assert list((tmp_path / "trained").glob("model.ckpt-*.index"))
+
+
+def test_the_program_with_images_of_files_and_evaluation(replaced, tmp_path):
+    images = f"--data_dir={replaced / 'test_data' / 'fake_tf_record_data'} --data_name=imagenet"
+    (flags,) = [flags for flags in COMMANDS if flags.endswith("=distributed_replicated")]
+    flags = f"{flags} {images} --num_batches=2 --batch_size=2 --train_dir={tmp_path / 'trained'}"
+    run_program(replaced, tmp_path, flags, TRAINS)
+    accuracy = ("Accuracy of 2 ranks @ 1 =", "Accuracy @ 1 =", "TensorFlow:")
+    run_program(replaced, tmp_path, f"{flags} --eval=True --eval_dir={tmp_path / 'evaluated'}", accuracy)
 
 
 def test_every_mode_has_a_command():
