@@ -140,6 +140,18 @@ class _OfBenchmark(TowerMgr):
         return super().get_post_init_ops()
 
 
+class _OfServer(_OfBenchmark):
+    """What the managers have in common whose towers share variables."""
+
+    def get_devices(self) -> list[Any]:
+        """See `TowerMgr`. Local."""
+        local = self.benchmark_cnn
+        if local.params.xla_compile and self.use_resource_vars and local.local_parameter_device_flag == "gpu":
+            # What XLA has compiled takes resources of one device only.
+            return [ParamServerDeviceSetter(device, local.raw_devices[:1]) for device in local.raw_devices]
+        return super().get_devices()
+
+
 class VariableMgrIndependent(_OfBenchmark, mgr.VariableMgrIndependent):
     """Each tower trains by itself."""
 
@@ -147,28 +159,28 @@ class VariableMgrIndependent(_OfBenchmark, mgr.VariableMgrIndependent):
         self._take(benchmark_cnn)
 
 
-class VariableMgrLocalFetchFromPS(_OfBenchmark, mgr.VariableMgrLocalFetchFromPS):
+class VariableMgrLocalFetchFromPS(_OfServer, mgr.VariableMgrLocalFetchFromPS):
     """Towers share variables, each of which one rank owns."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
         self._take(benchmark_cnn)
 
 
-class VariableMgrLocalFetchFromStagedPS(_OfBenchmark, mgr.VariableMgrLocalFetchFromStagedPS):
+class VariableMgrLocalFetchFromStagedPS(_OfServer, mgr.VariableMgrLocalFetchFromStagedPS):
     """The same, read one step late."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
         self._take(benchmark_cnn, staged_vars=True)
 
 
-class VariableMgrDistributedFetchFromPS(_OfBenchmark, mgr.VariableMgrDistributedFetchFromPS):
+class VariableMgrDistributedFetchFromPS(_OfServer, mgr.VariableMgrDistributedFetchFromPS):
     """The same with cached values."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
         self._take(benchmark_cnn)
 
 
-class VariableMgrDistributedFetchFromStagedPS(_OfBenchmark, mgr.VariableMgrDistributedFetchFromStagedPS):
+class VariableMgrDistributedFetchFromStagedPS(_OfServer, mgr.VariableMgrDistributedFetchFromStagedPS):
     """The same, read one step late through the CPU."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
