@@ -141,9 +141,6 @@ def _joined(base: Any, managers: Any) -> Any:
                 own["eval_dir"] = tempfile.mkdtemp(prefix="hvdvars-eval-")
             # Masters ask for a cluster; the rest of their set-up is that of parameter_server.
             first = "parameter_server" if wanted == "distributed_replicated" else wanted
-            if first != wanted and params.eval:
-                # There are no masters, and copies are local: they would be initialized again after they are restored.
-                wanted = first = "replicated"
             super().__init__(params._replace(variable_update=first, **own), *arguments, **more)
             if first != wanted:
                 self.params = self.params._replace(variable_update=wanted)
