@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdvars import check, guard, holding, masters, meeting, relay, restoring, slots, snapshot
 from hvdvars.holding import Piece
 from hvdvars.manager import VariableMgr
-from hvdvars.optimizer import tf_variable
+from hvdvars.optimizer import identity_of, tf_variable
 from hvdvars.owners import VariableMgrLocalFetchFromPS
 from hvdvars.session import require_started, world
 from hvdvars.types import Variable
@@ -136,7 +136,7 @@ def restore(
             target.take(kind, rest, value)
     if target is not None:
         target.arrived()
-        mgr.restored[id(optimizer)] = target
+        mgr.restored[identity_of(optimizer)] = target
     mgr.adopt(list(plain.values()))
     mgr.drop_pending()
     mgr.restore_loss_scale(meta.get("loss_scale"))
@@ -199,7 +199,7 @@ def _own_state(
     first = world().rank == 0
     pieces = list(held.pieces()) if first or not held.everywhere else []
     scalars = {name: slots.read(variable) for name, variable in held.state.scalars.items()}
-    waiting = mgr.restored.get(id(optimizer))
+    waiting = mgr.restored.get(identity_of(optimizer))
     if waiting is not None and first:
         pieces += waiting.pieces(chosen)
         scalars |= waiting.scalars

@@ -156,7 +156,7 @@ def hold(optimizer_: Any, variables: Sequence[Variable], uses: Sequence[Any]) ->
     places = {id(optimizer.tf_variable(variable)): index for index, variable in enumerate(variables)}
     name = name_of(optimizer_)
     owned = [use for use in uses if isinstance(use.plan, owner.Ownership)]
-    shards = [shard for use in owned for shard in use.shards.get(id(optimizer_), [])]
+    shards = [shard for use in owned for shard in use.shards.get(optimizer.identity_of(optimizer_), [])]
     if shards:
         return Holding(name, variables, slots.find(optimizer_, shards), cut_parts(owned, places), False)
     masters = {key: master for use in owned for key, master in use.masters.items()}
@@ -174,7 +174,7 @@ def held_variables(optimizer_: Any, use: Any) -> list[Variable]:
         return list(use.variables)
     owned = owner.owned_variables(use.plan, use.variables)
     masters = [use.masters.get(id(optimizer.tf_variable(variable)), variable) for variable in owned]
-    return use.shards.get(id(optimizer_)) or masters
+    return use.shards.get(optimizer.identity_of(optimizer_)) or masters
 
 
 def name_of(optimizer_: Any) -> str:

@@ -158,7 +158,7 @@ class VariableMgr:
         if not tf.executing_eagerly():
             self._step(use, optimizer_, gradients)
             return
-        key = identity_of(optimizer_)
+        key = optimizer.identity_of(optimizer_)
         self._take_turn(use, f"apply_gradients with optimizer {list(use.optimizers).index(key)}")
         step = use.functions.setdefault(key, compile_plain(lambda given: self._step(use, optimizer_, given)))
         step(gradients)
@@ -216,7 +216,7 @@ class VariableMgr:
 
     def uses_of(self, optimizer_: Any) -> list[Use]:
         """The lists of variables, with their plans, that this optimizer has been used for. Local."""
-        return [use for use in self._uses.values() if identity_of(optimizer_) in use.optimizers]
+        return [use for use in self._uses.values() if optimizer.identity_of(optimizer_) in use.optimizers]
 
     def _all_uses(self) -> list[Use]:
         return list(self._uses.values())
@@ -289,7 +289,7 @@ class VariableMgr:
 
     def _prepare(self, use: Use, optimizer_: Any) -> None:
         """Create slots and other state, once, outside of any graph."""
-        key = identity_of(optimizer_)
+        key = optimizer.identity_of(optimizer_)
         if key in use.optimizers:
             return
         if self.alone:
@@ -317,8 +317,8 @@ class VariableMgr:
             self._build(use, optimizer_)
             if self.options.verify_every and use.steps is None:
                 use.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvdvars_steps")
-            if id(optimizer_) in self.restored:
-                self.restored[id(optimizer_)].settle(use)
+            if optimizer.identity_of(optimizer_) in self.restored:
+                self.restored[optimizer.identity_of(optimizer_)].settle(use)
 
     def _build(self, use: Use, optimizer_: Any) -> None:
         self._make_slots(optimizer_, use.variables)
@@ -412,12 +412,6 @@ def in_graph() -> bool:
 def device_of(chosen: Options) -> Any:
     """The device scope of the collectives. Local."""
     return tf.device(f"/{chosen.horovod_device}:0" if chosen.horovod_device else None)
-
-
-def identity_of(optimizer_: Any) -> Any:
-    """What tells optimizers apart: a bound method is a new object each time it is named."""
-    method = getattr(optimizer_, "__func__", None)
-    return id(optimizer_) if method is None else (id(optimizer_.__self__), id(method))
 
 
 def compile_plain(function: Callable[..., Any]) -> Callable[..., Any]:

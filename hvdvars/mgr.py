@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdvars import collectives, hierarchy, optimizer, options, reduce, spec, staging
-from hvdvars.manager import Use, VariableMgr, compile_plain, device_of, identity_of
+from hvdvars.manager import Use, VariableMgr, compile_plain, device_of
 from hvdvars.options import Options
 from hvdvars.owners import (
     VariableMgrDistributedFetchFromPS,
@@ -75,7 +75,7 @@ class VariableMgrHorovod(AllReduceTowers):
         if self.options.variable_consistency == "strong":
             super()._build(use, optimizer_)
             return
-        key, forms = identity_of(optimizer_), use.whole.forms
+        key, forms = optimizer.identity_of(optimizer_), use.whole.forms
         others = [other.variables for other in self._uses.values() if other is not use and key in other.late]
         staging.refuse(optimizer_, use.variables, others, taken=bool(use.late))
         super()._build(use, optimizer_)
@@ -83,7 +83,7 @@ class VariableMgrHorovod(AllReduceTowers):
         use.late[key] = staging.create(kinds, shapes, [form.dtype for form in forms], self._zeros_first)
 
     def _update(self, use: Use, optimizer_: Any, gradients: list[Gradient]) -> None:
-        late = use.late.get(identity_of(optimizer_))
+        late = use.late.get(optimizer.identity_of(optimizer_))
         if late is None:
             self._apply(use, optimizer_, self._reduce(use, gradients))
             return
@@ -95,7 +95,7 @@ class VariableMgrHorovod(AllReduceTowers):
             staging.put(late, reduce.as_planned(use.whole, gradients), scale)
 
     def _apply_late(self, use: Use, optimizer_: Any) -> None:
-        late = use.late[identity_of(optimizer_)]
+        late = use.late[optimizer.identity_of(optimizer_)]
         self._apply(use, optimizer_, self._reduce(use, staging.take(late)), late)
         staging.drop(late)
 

@@ -49,6 +49,12 @@ def kind_of(optimizer: Any) -> str:
     )
 
 
+def identity_of(optimizer: Any) -> Any:
+    """What tells optimizers apart: a bound method is a new object each time it is named."""
+    method = getattr(optimizer, "__func__", None)
+    return id(optimizer) if method is None else (id(optimizer.__self__), id(method))
+
+
 def tf_variable(variable: Variable) -> tf.Variable:
     """The `tf.Variable` inside a Keras 3 variable, or the variable itself. Local."""
     value = getattr(variable, "value", None)

@@ -44,18 +44,18 @@ class VariableMgrLocalFetchFromPS(OwnerTowers):
             if mine:
                 self._make_slots(optimizer_, mine)
             return
-        if any(id(optimizer_) in other.shards for other in self._uses.values()):
+        if any(optimizer.identity_of(optimizer_) in other.shards for other in self._uses.values()):
             raise ValueError(
                 "apply_gradients: this optimizer has slots for other variables or another pattern of None gradients, "
                 "cut in another way. Use placement='variables', or one optimizer for each list of variables."
             )
-        use.shards[id(optimizer_)] = owner.create_shards(use.plan)
-        self._make_slots(optimizer_, use.shards[id(optimizer_)])
+        use.shards[optimizer.identity_of(optimizer_)] = owner.create_shards(use.plan)
+        self._make_slots(optimizer_, use.shards[optimizer.identity_of(optimizer_)])
 
     def _update(self, use: Use, optimizer_: Any, gradients: list[Gradient]) -> None:
         with device_of(self.options):
             mine = owner.reduce_to_owners(use.plan, gradients)
-        shards = use.shards.get(id(optimizer_), [])
+        shards = use.shards.get(optimizer.identity_of(optimizer_), [])
         if shards:
             owner.fill_shards(use.plan, shards, use.variables)
         owned = shards or owner.owned_variables(use.plan, use.variables)
@@ -110,7 +110,7 @@ class _WithMasters(VariableMgrLocalFetchFromPS):
         owner.refuse_optimizer(optimizer_, use.variables, self.options.placement)
         with self._at_masters():
             if self.options.placement == "elements":
-                use.shards[id(optimizer_)] = self._shards_for(use, optimizer_)
+                use.shards[optimizer.identity_of(optimizer_)] = self._shards_for(use, optimizer_)
             else:
                 owned = owner.owned_variables(use.plan, use.variables)
                 self.masters.make(use.variables, owned)
@@ -124,7 +124,7 @@ class _WithMasters(VariableMgrLocalFetchFromPS):
         mine = {id(optimizer.tf_variable(variable)) for variable in use.variables}
         for other in self._uses.values():
             theirs = {id(optimizer.tf_variable(variable)) for variable in other.variables if other.shards}
-            if other is not use and (mine & theirs or id(optimizer_) in other.shards):
+            if other is not use and (mine & theirs or optimizer.identity_of(optimizer_) in other.shards):
                 raise ValueError(
                     "apply_gradients: the masters of these variables, or this optimizer's, are cut for another list of "
                     "variables or another pattern of None gradients. Use placement='variables', or one list and one "

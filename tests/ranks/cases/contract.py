@@ -275,3 +275,18 @@ def counters_in_names_of_optimizers_do_not_matter(world):
     variable = tf.Variable([1.0])
     hv.create("horovod").apply_gradients(updates, [tf.constant([2.0])], [variable])
     close(variable, np.array([0.8]))
+
+
+class _Descent:
+    def apply(self, gradients, variables):
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.5 * gradient)
+
+
+@case(params={n: MODES[n] for n in ("horovod", "owners", "elements")}, sizes=(2,), hows=("mpi",))
+def a_method_is_one_optimizer_however_often_it_is_named(world, chosen):
+    mode, options = chosen
+    mgr, rule, variable = hv.create(mode, **options), _Descent(), tf.Variable(tf.zeros([5]))
+    for _ in range(3):
+        mgr.apply_gradients(rule.apply, [tf.ones([5])], [variable])
+    close(variable, np.full(5, -1.5))
