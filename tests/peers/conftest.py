@@ -1,13 +1,9 @@
-"""Copies of the checkout, and what Keras it is for."""
+"""Copies of the checkout."""
 
-import os
 from pathlib import Path
 
 import checkout
 import pytest
-
-# Before TensorFlow is loaded, here and in every rank.
-os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -338,7 +338,15 @@ COMMANDS = commands()
 
 def run_program(replaced: Path, tmp_path: Path, flags: str, said: tuple[str, ...]) -> str:
     """What the program printed on two ranks; each of the texts must be there once."""
-    program = [sys.executable, str(replaced / "tf_cnn_benchmarks.py"), *flags.split(), "--num_warmup_batches=1"]
+    # For this program alone: the other tests of the session are for Keras 3.
+    program = [
+        "env",
+        "TF_USE_LEGACY_KERAS=1",
+        sys.executable,
+        str(replaced / "tf_cnn_benchmarks.py"),
+        *flags.split(),
+        "--num_warmup_batches=1",
+    ]
     ended = launchers.run(Launch("mpi", 2), program, tmp_path / "output.txt", 180)
     assert ended.code == 0, ended.tail()
     for text in said:
