@@ -277,6 +277,13 @@ def nothing_is_trained(ranks: Ranks, folder: Path) -> None:
             assert sorted(np.ravel(list(tower.values()))) == [1.0, 2.0]
 
 
+def restored_weights_stay(ranks: Ranks, folder: Path) -> None:
+    for trained, forward in ranks:
+        assert forward["losses"] == [0.0] * 2
+        same_weights(*[run[0] for run in ranks], forward)
+        assert product(trained) != 2.0
+
+
 def examples_of_all_ranks_count(ranks: Ranks, folder: Path) -> None:
     for (run,) in ranks:
         assert len(run["losses"]) == 24 / (len(ranks) * 2)
@@ -294,6 +301,9 @@ def other_features() -> list[Feature]:
     cluster = {"job_name": "worker", "worker_hosts": "one:1,two:2", "ps_hosts": "three:3", "task_index": 1}
     for name, mode in MODES.items():
         found.append(Feature(f"forward_only-{name}", 2, (of(forward_only=True, **mode),), nothing_is_trained))
+        forward = of(forward_only=True, num_batches=7, train_dir="{folder}/trained", **mode)
+        runs = (of(num_batches=5, train_dir="{folder}/trained", **mode), forward)
+        found.append(Feature(f"forward_only_restores-{name}", 2, runs, restored_weights_stay))
         clustered = {**cluster, "controller_host": "four:4"} if name == "distributed_all_reduce" else cluster
         runs = (of(**mode), of(**mode, **clustered))
         found.append(Feature(f"ignores_a_cluster-{name}", 2, runs, both_runs_are_alike))
