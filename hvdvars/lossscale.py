@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import scaling
+from hvdvars import scaling, sparse
 from hvdvars.types import Gradient
 
 
@@ -45,16 +45,12 @@ def unscale(gradients: Sequence[Gradient], scale: Any) -> list[Gradient]:
     """The gradients divided by `scale`, a float or a float32 scalar, in their own dtypes; integers stay. Local."""
     if not tf.is_tensor(scale) and not isinstance(scale, tf.Variable) and scale == 1.0:
         return list(gradients)
-    return [_divided(gradient, scale) for gradient in gradients]
+    return [sparse.map_values(lambda values: _divided(values, scale), gradient) for gradient in gradients]
 
 
-def _divided(gradient: Gradient, scale: Any) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    if not (gradient.dtype.is_floating or gradient.dtype.is_complex):
-        return gradient
+def _divided(values: tf.Tensor, scale: Any) -> tf.Tensor:
+    if not (values.dtype.is_floating or values.dtype.is_complex):
+        return values
     # The inverse of a large scale is too small a number for float16.
-    wide = tf.float32 if gradient.dtype.size == 2 else gradient.dtype
-    return tf.cast(tf.cast(gradient, wide) / tf.cast(scale, wide), gradient.dtype)
+    wide = tf.float32 if values.dtype.size == 2 else values.dtype
+    return tf.cast(tf.cast(values, wide) / tf.cast(scale, wide), values.dtype)

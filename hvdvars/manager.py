@@ -25,6 +25,7 @@ from hvdvars import (
     relay,
     scaling,
     slots,
+    sparse,
     staging,
 )
 from hvdvars.options import Options
@@ -377,7 +378,9 @@ class VariableMgr:
 
     def _clip(self, gradients: list[Gradient]) -> list[Gradient]:
         limit = self.options.gradient_clip
-        return gradients if limit is None else [_clip_values(gradient, limit) for gradient in gradients]
+        if limit is None:
+            return gradients
+        return [sparse.map_values(lambda values: tf.clip_by_value(values, -limit, limit), one) for one in gradients]
 
     def _report(self, use: Use) -> dict[str, Any]:
         total = sum(form.bytes for form in use.whole.forms)
@@ -394,13 +397,6 @@ class VariableMgr:
             "optimizer_bytes": sum(optimizer.state_bytes(one) for one in use.optimizers.values()),
             **ranges,
         }
-
-
-def _clip_values(gradient: Gradient, limit: float) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        clipped = tf.clip_by_value(gradient.values, -limit, limit)
-        return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
 
 
 def in_graph() -> bool:

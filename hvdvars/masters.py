@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import algorithms, check, fusion, holding, owner, slots
+from hvdvars import algorithms, check, fusion, holding, owner, slots, sparse
 from hvdvars.holding import Holding, Piece
 from hvdvars.optimizer import tf_variable
 from hvdvars.owner import Ownership
@@ -171,13 +171,7 @@ def updated_ones(ownership: Ownership, variables: Sequence[Variable]) -> list[Va
 
 def as_masters(gradients: Sequence[Gradient], own: Sequence[tf.Variable]) -> list[Gradient]:
     """The gradients in the dtypes of the masters that they are for. Local."""
-    return [_cast(gradient, master.dtype) for gradient, master in zip(gradients, own, strict=True)]
-
-
-def _cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else tf.cast(gradient, dtype)
+    return [sparse.cast(gradient, master.dtype) for gradient, master in zip(gradients, own, strict=True)]
 
 
 def adopt_in_shards(uses: Sequence[Any], variables: Sequence[Variable]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import algorithms, collectives, fusion, optimizer, placement, reduce
+from hvdvars import algorithms, collectives, fusion, optimizer, placement, reduce, sparse
 from hvdvars.options import Options
 from hvdvars.reduce import Form
 from hvdvars.session import world
@@ -249,15 +249,8 @@ def clip_to_global_norm(name: str, gradients: Sequence[Gradient], norm: float) -
     squares = [tf.reduce_sum(tf.square(tf.cast(tf.abs(_values(g)), tf.float64))) for g in present]
     total = collectives.all_reduce(tf.add_n(squares) if squares else tf.zeros([], tf.float64), f"{name}.norm")
     ratio = norm / tf.maximum(tf.sqrt(total), tf.constant(norm, tf.float64))
-    return [None if g is None else _scaled(g, ratio) for g in gradients]
+    return [sparse.map_values(lambda values: values * tf.cast(ratio, values.dtype), g) for g in gradients]
 
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _scaled(gradient: Any, ratio: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(ratio, gradient.values.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(ratio, gradient.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, collectives, getters, meeting, owner, paramdevices, savable, scaling, towers
+from hvdvars import check, collectives, getters, meeting, owner, paramdevices, savable, scaling, sparse, towers
 from hvdvars.manager import Use, device_of
 from hvdvars.options import Options
 from hvdvars.session import world
@@ -244,7 +244,9 @@ class MasterTowers(OwnerTowers):
         owned = owner.owned_variables(use.plan, use.variables)
         pairs = [(gradient, self._master_of(one)) for gradient, one in zip(mine, owned, strict=True)]
         return [
-            (_cast(gradient, master.dtype.base_dtype), master) for gradient, master in pairs if gradient is not None
+            (sparse.cast(gradient, master.dtype.base_dtype), master)
+            for gradient, master in pairs
+            if gradient is not None
         ]
 
     def get_devices(self) -> list[Any]:
@@ -288,7 +290,7 @@ class MasterTowers(OwnerTowers):
     def _publish_towers(self, use: Use, gradient_state: Any) -> list[Any]:
         """Operations that give the masters' values to every copy of every tower and rank."""
         values = [
-            _cast(self._master_of(variable).read_value(), self._published(variable)) if one == world().rank else None
+            tf.cast(self._master_of(variable).read_value(), self._published(variable)) if one == world().rank else None
             for variable, one in zip(use.variables, use.plan.owners, strict=True)
         ]
         operations: list[Any] = []
@@ -298,11 +300,5 @@ class MasterTowers(OwnerTowers):
             if world().rank == 0 and use.plan.owners[index] != 0:
                 targets.append(self._master_of(use.variables[index]))
             for target in targets:
-                operations.append(target.assign(_cast(value, target.dtype.base_dtype), read_value=False))
+                operations.append(target.assign(tf.cast(value, target.dtype.base_dtype), read_value=False))
         return operations
-
-
-def _cast(value: Any, dtype: tf.DType) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_cast(value.values, dtype), value.indices, value.dense_shape)
-    return value if value.dtype == dtype else tf.cast(value, dtype)

@@ -5,13 +5,27 @@ No communication: everything here is local to the rank. A row is `values[i]`, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvdvars.types import Gradient
+
 # The ops below would add these in their own precision, and lose bits with each repeated row.
 _ADDED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+def map_values(change: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+    """The gradient with `change` applied to it, if a tensor, or to the rows of slices; None stays None. Local."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else change(gradient)
+
+
+def cast(gradient: Gradient, dtype: tf.DType) -> Gradient:
+    """The gradient in another dtype; None stays None. Local."""
+    return map_values(lambda values: tf.cast(values, dtype), gradient)
 
 
 def sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import agreement, check, graphscale, meeting, reduce, savable
+from hvdvars import agreement, check, graphscale, meeting, reduce, savable, sparse
 from hvdvars.manager import Use, VariableMgr
 from hvdvars.options import Options
 from hvdvars.session import require_started, world
@@ -269,11 +269,9 @@ class TowerMgr(VariableMgr):
 
 
 def _scaled(gradient: Gradient, factor: float) -> Gradient:
-    if gradient is None or factor == 1.0:
+    if factor == 1.0:
         return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_scaled(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    return sparse.map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
 def _refuse_partly_missing(function: str, gradients: list[list[Gradient]], variables: list[Any]) -> None:

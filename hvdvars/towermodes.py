@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, getters, reduce, savable, scaling, towers
+from hvdvars import check, getters, reduce, savable, scaling, sparse, towers
 from hvdvars.manager import Use, device_of
 from hvdvars.options import Options
 from hvdvars.towermgr import TowerMgr
@@ -63,7 +63,7 @@ class AllReduceTowers(TowerMgr):
             reduced = reduce.reduce_gradients(use.whole, sums)
         if puts:
             with tf.control_dependencies(puts):
-                reduced = [_same(gradient) for gradient in reduced]
+                reduced = [sparse.map_values(_same, gradient) for gradient in reduced]
         if self.benchmark_cnn.enable_auto_loss_scale:
             self.grad_has_inf_nan = tf.logical_not(scaling.all_finite(reduced))
         state = [[(g, v) for g, (_, v) in zip(reduced, tower, strict=True)] for tower in device_grads]
@@ -123,9 +123,5 @@ def _parts(gradient: Any, shape: tuple[int, ...]) -> list[tuple[tf.Tensor, tuple
     return [(gradient, shape)]
 
 
-def _same(gradient: Gradient) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
-    return tf.identity(gradient, name="control_dependency")
+def _same(values: tf.Tensor) -> tf.Tensor:
+    return tf.identity(values, name="control_dependency")
