@@ -6,13 +6,13 @@ variables on every rank. A master may be more exact than what is published of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdvars import algorithms, check, fusion, holding, owner, slots, sparse
+from hvdvars import check, holding, owner, slots, sparse
 from hvdvars.holding import Holding, Piece
 from hvdvars.optimizer import tf_variable
 from hvdvars.owner import Ownership
@@ -131,30 +131,11 @@ def gather(ownership: Ownership, own: Sequence[tf.Variable]) -> dict[int, tf.Ten
     `own` are this rank's: its shards, or masters that are aligned with `owner.owned_variables`.
     Collective: every rank of the group calls it in the same order, in a graph.
     """
-    whole_ones = ownership.placement == "variables"
-    parts = _packed(ownership, own) if whole_ones else (shard.read_value() for shard in own)
-    found: dict[int, tf.Tensor] = {}
-    for number, (bucket, part) in enumerate(zip(ownership.values.buckets, parts, strict=True)):
-        whole = algorithms.gather_parts(part, owner.parts_of(bucket), f"{ownership.name}.{number}")
-        for place, value in zip(bucket.places, fusion.cut(whole, bucket.places), strict=True):
-            found[ownership.updated[place.index]] = value
-    return found
-
-
-def _packed(ownership: Ownership, own: Sequence[tf.Variable]) -> Iterator[tf.Tensor]:
-    """This rank's part of each bucket."""
-    rank = world().rank
-    indices = [index for index, one in enumerate(ownership.owners) if one == rank]
-    masters = dict(zip(indices, own, strict=True))
-    for bucket in ownership.values.buckets:
-        parts = owner.parts_of(bucket)
-        start = sum(parts[:rank])
-        stop = start + parts[rank]
-        inside = [place for place in bucket.places if start <= place.offset < stop]
-        values = {
-            place.index: tf.cast(masters[ownership.updated[place.index]].read_value(), bucket.dtype) for place in inside
-        }
-        yield fusion.fill(bucket, values, start, stop)
+    if ownership.placement == "elements":
+        return dict(owner.gather_values(ownership, (), own))
+    rest = iter(own)
+    masters = [next(rest) if one == world().rank else None for one in ownership.owners]
+    return dict(owner.gather_values(ownership, masters))
 
 
 def spread(variables: Sequence[Variable], values: Mapping[int, tf.Tensor]) -> None:

@@ -203,7 +203,8 @@ def gather_values(
 ) -> Iterator[tuple[int, tf.Tensor]]:
     """Pairs of index and value, the owner's, of all variables that are updated.
 
-    `values` are this rank's, variables or tensors, aligned with the variables; `shards` take their place where given.
+    `values` are this rank's, variables or tensors, aligned with the variables, and cast to what is published; `shards`
+    take their place where given.
     Collective: every rank of the group goes through all of it, in the same order, in a graph.
     """
     for number, bucket in enumerate(ownership.values.buckets):
@@ -230,13 +231,12 @@ def keep_owners(known: dict[int, tuple[int, int]], variables: Sequence[Variable]
 
 
 def _own_values(ownership: Ownership, bucket: fusion.Bucket, variables: Sequence[Variable]) -> tf.Tensor:
-    """This rank's part of the bucket, from the variables' current values."""
+    """This rank's part of the bucket, from the variables' current values, in the bucket's dtype."""
     start, stop = _range_of(bucket)
     inside = [place for place in bucket.places if place.offset < stop and place.offset + place.size > start]
-    values = {
-        place.index: tf.convert_to_tensor(optimizer.tf_variable(variables[ownership.updated[place.index]]))
-        for place in inside
-    }
+    here = {place.index: optimizer.tf_variable(variables[ownership.updated[place.index]]) for place in inside}
+    # Read first: a cast to its own dtype gives a variable back as it is.
+    values = {index: tf.cast(tf.convert_to_tensor(value), bucket.dtype) for index, value in here.items()}
     return fusion.fill(bucket, values, start, stop)
 
 

@@ -276,9 +276,6 @@ class MasterTowers(OwnerTowers):
         dtype = check.dtype_of(variable)
         return tf.float32 if self.options.copy_dtype and dtype.size == 2 else dtype
 
-    def _published(self, variable: Any) -> tf.DType:
-        return tf.as_dtype(owner.published_as(check.dtype_of(variable).name, self.options.copy_dtype))
-
     def _others(self, use: Use) -> list[Any]:
         return [self._master_of(variable) for variable in super()._others(use)]
 
@@ -290,7 +287,7 @@ class MasterTowers(OwnerTowers):
     def _publish_towers(self, use: Use, gradient_state: Any) -> list[Any]:
         """Operations that give the masters' values to every copy of every tower and rank."""
         values = [
-            tf.cast(self._master_of(variable).read_value(), self._published(variable)) if one == world().rank else None
+            self._master_of(variable).read_value() if one == world().rank else None
             for variable, one in zip(use.variables, use.plan.owners, strict=True)
         ]
         operations: list[Any] = []
