@@ -50,9 +50,7 @@ class OwnerTowers(TowerMgr):
 
     def get_gradients_to_apply(self, device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
         """See `TowerMgr`: the mean over all replicas, of the variables that this rank owns. Collective."""
-        if device_num != 0:
-            raise ValueError(f"get_gradients_to_apply: there is one device, of number 0; got {device_num}")
-        use, mine = self._reduce_towers(gradient_state)
+        use, mine = self._reduce_towers(device_num, gradient_state)
         owned = owner.owned_variables(use.plan, use.variables)
         return [(gradient, one) for gradient, one in zip(mine, owned, strict=True) if gradient is not None]
 
@@ -100,8 +98,10 @@ class OwnerTowers(TowerMgr):
         """What has to have read the variables before they change."""
         return []
 
-    def _reduce_towers(self, gradient_state: Any) -> tuple[Use, list[Gradient]]:
+    def _reduce_towers(self, device_num: int, gradient_state: Any) -> tuple[Use, list[Gradient]]:
         """This rank's reduced gradients, aligned with the variables that it owns."""
+        if device_num != 0:
+            raise ValueError(f"get_gradients_to_apply: there is one device, of number 0; got {device_num}")
         if self.options.placement == "elements":
             raise ValueError(
                 "get_gradients_to_apply: placement='elements' belongs to apply_gradients; in a graph of TensorFlow 1 "
@@ -185,9 +185,6 @@ class StagedTowers(OwnerTowers):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._forget_towers()
-
-    def _forget_towers(self) -> None:
         self.staging_vars_on_devices: list[dict[str, Any]] = [{} for _ in self.benchmark_cnn.raw_devices]
         self.staged_vars_on_cpu: dict[str, Any] = {}
 
@@ -238,9 +235,7 @@ class MasterTowers(OwnerTowers):
 
     def get_gradients_to_apply(self, device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
         """See `TowerMgr`: pairs of gradient and master, of the variables that this rank owns. Collective."""
-        if device_num != 0:
-            raise ValueError(f"get_gradients_to_apply: there is one device, of number 0; got {device_num}")
-        use, mine = self._reduce_towers(gradient_state)
+        use, mine = self._reduce_towers(device_num, gradient_state)
         owned = owner.owned_variables(use.plan, use.variables)
         pairs = [(gradient, self._master_of(one)) for gradient, one in zip(mine, owned, strict=True)]
         return [

@@ -6,6 +6,7 @@ The managers have the constructors of the original, and train on all ranks of th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hvdvars import collectives, mgr, spec
@@ -110,6 +111,8 @@ __all__ = [
 
 VariableMgr = TowerMgr
 
+_DEFAULTS = Options()
+
 
 class _OfBenchmark(TowerMgr):
     """What the managers below take from a BenchmarkCNN; names in checkpoints are those of the original's first tower.
@@ -119,14 +122,13 @@ class _OfBenchmark(TowerMgr):
 
     saved_prefix = "v0/"
 
-    def _take(self, benchmark_cnn: Any, **chosen: Any) -> None:
+    def _take(self, benchmark_cnn: Any, chosen: Options = _DEFAULTS) -> None:
         collectives.init()
-        params = benchmark_cnn.params
-        options = Options(local_towers=len(benchmark_cnn.raw_devices), **chosen)
+        options = replace(chosen, local_towers=len(benchmark_cnn.raw_devices))
         mgr.check_build(options)
         super().__init__(options)
         self.benchmark_cnn = benchmark_cnn
-        self.use_resource_vars = params.use_resource_vars
+        self.use_resource_vars = benchmark_cnn.params.use_resource_vars
 
     def get_post_init_ops(self) -> list[Any]:
         """See `TowerMgr`. Raises RuntimeError where workers were asked for that no launcher has started."""
@@ -170,7 +172,7 @@ class VariableMgrLocalFetchFromStagedPS(_OfServer, mgr.VariableMgrLocalFetchFrom
     """The same, read one step late."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
-        self._take(benchmark_cnn, staged_vars=True)
+        self._take(benchmark_cnn, Options(staged_vars=True))
 
 
 class VariableMgrDistributedFetchFromPS(_OfServer, mgr.VariableMgrDistributedFetchFromPS):
@@ -184,7 +186,7 @@ class VariableMgrDistributedFetchFromStagedPS(_OfServer, mgr.VariableMgrDistribu
     """The same, read one step late through the CPU."""
 
     def __init__(self, benchmark_cnn: Any) -> None:
-        self._take(benchmark_cnn, staged_vars=True)
+        self._take(benchmark_cnn, Options(staged_vars=True))
 
 
 class VariableMgrLocalReplicated(_OfBenchmark, mgr.VariableMgrLocalReplicated):
@@ -209,7 +211,7 @@ class VariableMgrLocalReplicated(_OfBenchmark, mgr.VariableMgrLocalReplicated):
             variable_consistency=params.variable_consistency,
             hierarchical_copy=bool(params.hierarchical_copy),
         )
-        self._take(benchmark_cnn, **_given(merge(chosen)))
+        self._take(benchmark_cnn, merge(chosen))
 
 
 class VariableMgrDistributedAllReduce(_OfBenchmark, mgr.VariableMgrDistributedAllReduce):
@@ -235,7 +237,7 @@ class VariableMgrDistributedAllReduce(_OfBenchmark, mgr.VariableMgrDistributedAl
             agg_small_grads_max_group=agg_small_grads_max_group or None,
             allreduce_merge_scope=allreduce_merge_scope,
         )
-        self._take(benchmark_cnn, **_given(merge(chosen)))
+        self._take(benchmark_cnn, merge(chosen))
 
 
 class VariableMgrCollectiveAllReduce(_OfBenchmark, mgr.VariableMgrCollectiveAllReduce):
@@ -259,7 +261,7 @@ class VariableMgrCollectiveAllReduce(_OfBenchmark, mgr.VariableMgrCollectiveAllR
                 f"collective_all_reduce: all_reduce_spec={all_reduce_spec!r} must be 'collective' or 'collective#k'"
             )
         chosen = Options(all_reduce_spec=all_reduce_spec, allreduce_merge_scope=allreduce_merge_scope)
-        self._take(benchmark_cnn, **_given(merge(chosen)))
+        self._take(benchmark_cnn, merge(chosen))
 
 
 class VariableMgrDistributedReplicated(_OfBenchmark, mgr.VariableMgrDistributedReplicated):
@@ -287,8 +289,3 @@ class VariableMgrDistributedReplicated(_OfBenchmark, mgr.VariableMgrDistributedR
     def var_dict_name(self, v: Any) -> str:
         """The name in checkpoints. Local."""
         return self._strip_port(self._remove_shadow_var_prefix_if_present(v.name))
-
-
-def _given(options: Options) -> dict[str, Any]:
-    """The options that are not at their defaults, by name."""
-    return {name: value for name, value in vars(options).items() if value != getattr(Options(), name)}

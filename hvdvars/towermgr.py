@@ -55,6 +55,8 @@ class TowerMgr(VariableMgr):
 
     saved_prefix = ""
     """What is put before the names in checkpoints of variables that a tower has."""
+    partly = False
+    """Whether a rank may lack variables of others."""
     tower_average = False
     """Whether the gradients of all replicas are averaged here (unless the caller asked for sums), or summed up."""
 
@@ -125,9 +127,6 @@ class TowerMgr(VariableMgr):
         saved = self._saved()
         listed = savable.agree("get_post_init_ops", saved, self.partly)
         return savable.spread(f"{self._name}.init", listed, saved)
-
-    partly = False
-    """Whether a rank may lack variables of others."""
 
     def get_pre_save_ops(self) -> list[Any]:
         """What every rank runs before rank 0 saves: values that owners have come to rank 0. Empty without owners.
