@@ -21,14 +21,15 @@ class _Place:
     dtype: tf.DType
 
     def assign(self, value: Any) -> None:
-        """There is nothing to assign to."""
+        """There is nothing to assign to. Local. Raises TypeError."""
         raise TypeError(f"{self.name} is a tensor, not a variable")
 
 
 def reduce_towers(options: Options, tower_tensors: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[Any]]:
     """The sums of tensors over towers and ranks, for each tower, and what has to run once before.
 
-    `tower_tensors[t][i]` is tensor i of tower t. Collective: every rank of the group calls it in the same order.
+    `tower_tensors[t][i]` is tensor i of tower t. Collective: every rank of the group calls it in the same order, while
+    it builds the graph. Raises as `TowerMgr.preprocess_device_grads`, and as `mgr.check_build`.
     """
     collectives.init()
     mgr.check_build(options)

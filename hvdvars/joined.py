@@ -127,7 +127,7 @@ def _joined(base: Any, managers: Any) -> Any:
         job_name: Any
         task_index: Any
         num_workers = property(lambda self: world().size, lambda self, value: None)
-        """The number of ranks, whatever is assigned."""
+        """The number of ranks, whatever is assigned. Local."""
         single_session = property(lambda self: self._in_loop, lambda self, value: None)
         """Whether a step of all is one in this rank's count: in the loop. No rank builds another's graph."""
         _in_loop = False
@@ -171,7 +171,7 @@ def _joined(base: Any, managers: Any) -> Any:
                 }
 
         def get_input_preprocessor(self) -> Any:
-            """The preprocessor of this rank's share."""
+            """The preprocessor of this rank's share. Local."""
             with self._as_worker():
                 return super().get_input_preprocessor()
 
@@ -200,7 +200,7 @@ def _joined(base: Any, managers: Any) -> Any:
                 self.params = kept
 
         def benchmark_with_session(self, sess: Any, supervisor: Any, *arguments: Any) -> Any:
-            """Train; every rank takes part in saving."""
+            """Train. Collective: every rank runs it, and takes part in saving."""
             saver = supervisor.saver and _EveryRankSaves(supervisor.saver, self._before_save)
             hidden, self.params = self.params, self._kept
             self._in_loop = True

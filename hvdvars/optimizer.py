@@ -50,7 +50,7 @@ def kind_of(optimizer: Any) -> str:
 
 
 def identity_of(optimizer: Any) -> Any:
-    """What tells optimizers apart: a bound method is a new object each time it is named."""
+    """What tells optimizers apart: a bound method is a new object each time it is named. Local."""
     method = getattr(optimizer, "__func__", None)
     return id(optimizer) if method is None else (id(optimizer.__self__), id(method))
 

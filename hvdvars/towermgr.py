@@ -38,7 +38,7 @@ class LocalTowers:
 
     @property
     def num_gpus(self) -> int:
-        """How many towers there are."""
+        """How many towers there are. Local."""
         return len(self.raw_devices)
 
 
@@ -88,13 +88,19 @@ class TowerMgr(VariableMgr):
 
         `device_grads[t][g]` is a pair of gradient and variable, of tower t. Collective where gradients are sent: every
         rank of the group calls it in the same order, with the same number and order of variables.
+
+        Raises:
+            ValueError: gradients do not fit their variables, or towers differ; or, on every rank alike, ranks disagree.
+            TypeError: a dtype differs from its variable's or cannot be summed.
+        In modes with owners, `get_gradients_to_apply` raises these instead.
         """
         raise NotImplementedError
 
     def get_gradients_to_apply(self, device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
         """The pairs of gradient and variable to apply on the device of this number among those of the method above.
 
-        In modes with owners: those that this rank owns. Collective there, else local.
+        In modes with owners: those that this rank owns. Collective there, else local. Raises ValueError where there is
+        no such device.
         """
         raise NotImplementedError
 
@@ -112,6 +118,10 @@ class TowerMgr(VariableMgr):
 
         `loss_scale_params` (`graphscale.AutoLossScaleParams`) has the caller's loss scale, if it is automatic: every
         rank keeps its own, and all of them change alike. Collective in modes with owners, else local.
+
+        Raises:
+            ValueError: the loss scale is automatic, but the manager was not created with one.
+            RuntimeError: in modes with owners, `get_gradients_to_apply` was not called before.
         """
         pairs = self._clipped([(g, v) for g, v in grads if g is not None])
         with self._watched() as made:
@@ -122,7 +132,8 @@ class TowerMgr(VariableMgr):
         """What runs once after variables are initialized or restored: rank 0's values go to every variable that is one.
 
         Every tower's variables count, and what optimizers made. Collective: every rank of the group calls it at the
-        same place while it builds the graph, and runs all that it returns together.
+        same place while it builds the graph, and runs all that it returns together. Raises ValueError where the ranks
+        have different variables, TypeError where one cannot be sent; on every rank alike.
         """
         saved = self._saved()
         listed = savable.agree("get_post_init_ops", saved, self.partly)

@@ -69,7 +69,7 @@ def from_wire(tensor: tf.Tensor, dtype: tf.DType, like: tf.Tensor) -> tf.Tensor:
 
 
 def to_bits(tensor: tf.Tensor, wire: str) -> tf.Tensor:
-    """The same bits as another dtype; complex numbers get a last dimension of two."""
+    """The same bits as another dtype; complex numbers get a last dimension of two. Local."""
     return tensor if tensor.dtype.name == wire else tf.bitcast(tensor, wire)
 
 
