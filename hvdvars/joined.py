@@ -117,108 +117,111 @@ class _SupervisorOfAll:
         return getattr(self._supervisor, name)
 
 
+_Mixed: Any = object
+"""Whatever `super()` finds: the checkout's class comes after."""
+
+
+class _Worker(_Mixed):
+    """What makes a BenchmarkCNN one worker of as many as there are ranks; to be put before the class itself."""
+
+    managers: Any
+    """The module that managers are taken from."""
+    params: Any
+    job_name: Any
+    task_index: Any
+    num_workers = property(lambda self: world().size, lambda self, value: None)
+    """The number of ranks, whatever is assigned. Local."""
+    single_session = property(lambda self: self._in_loop, lambda self, value: None)
+    """Whether a step of all is one in this rank's count: in the loop. No rank builds another's graph."""
+    _in_loop = False
+
+    def __init__(self, params: Any, *arguments: Any, **more: Any) -> None:
+        params = _plain(params)
+        wanted = params.variable_update
+        own = {"tf_random_seed": params.tf_random_seed + (world().rank if wanted != "horovod" else 0)}
+        if world().rank:
+            own |= {name: value for name, value in _FILES.items() if hasattr(params, name)}
+            own["eval_dir"] = tempfile.mkdtemp(prefix="hvdvars-eval-")
+        # Masters ask for a cluster; the rest of their set-up is that of parameter_server.
+        first = "parameter_server" if wanted == "distributed_replicated" else wanted
+        super().__init__(params._replace(variable_update=first, **own), *arguments, **more)
+        if first != wanted:
+            self.params = self.params._replace(variable_update=wanted)
+            self.variable_mgr = self.managers.VariableMgrDistributedReplicated(self)
+            self.devices = self.variable_mgr.get_devices()
+        self._check_saving()
+        self._count_all_examples()
+
+    def _check_saving(self) -> None:
+        if world().size > 1 and self.params.save_model_secs and getattr(self.variable_mgr, "partly", False):
+            raise ValueError(
+                f"save_model_secs={self.params.save_model_secs}: a timer of rank 0 cannot save what owners have, "
+                f"in variable_update={self.params.variable_update}. Use save_model_steps."
+            )
+
+    def _count_all_examples(self) -> None:
+        """Evaluate after so many epochs of all ranks."""
+        every = self.params.eval_during_training_every_n_epochs
+        epochs = self.params.eval_during_training_at_specified_epochs
+        if every:
+            count = math.ceil((self.num_epochs - every) / every)
+            epochs = [every * (k + 1) for k in range(max(0, count))]
+        if every or epochs:
+            examples = self.dataset.num_examples_per_epoch("train")
+            step = self.batch_size * world().size
+            self.eval_during_training_at_specified_steps = {
+                int(float(epoch) * examples + step - 1) // step for epoch in epochs
+            }
+
+    def get_input_preprocessor(self) -> Any:
+        """The preprocessor of this rank's share. Local."""
+        with self._as_worker():
+            return super().get_input_preprocessor()
+
+    @contextlib.contextmanager
+    def _as_worker(self) -> Iterator[None]:
+        before = self.job_name, self.task_index
+        self.job_name, self.task_index = "worker", world().rank
+        try:
+            yield
+        finally:
+            self.job_name, self.task_index = before
+
+    def _build_graph(self) -> Any:
+        info = super()._build_graph()
+        self._before_save = tf.group(*self.variable_mgr.get_pre_save_ops(), name="hvdvars_before_save")
+        return info
+
+    def _benchmark_graph(self, graph_info: Any, eval_graph_info: Any) -> Any:
+        kept = self.params
+        if world().rank:
+            self.params = kept._replace(train_dir=None)
+        self._kept = kept
+        try:
+            return super()._benchmark_graph(graph_info, eval_graph_info)
+        finally:
+            self.params = kept
+
+    def benchmark_with_session(self, sess: Any, supervisor: Any, *arguments: Any) -> Any:
+        """Train. Collective: every rank runs it, and takes part in saving."""
+        saver = supervisor.saver and _EveryRankSaves(supervisor.saver, self._before_save)
+        hidden, self.params = self.params, self._kept
+        self._in_loop = True
+        try:
+            return super().benchmark_with_session(sess, _SupervisorOfAll(supervisor, saver), *arguments)
+        finally:
+            self.params = hidden
+            self._in_loop = False
+
+    def _eval_once(self, *arguments: Any) -> Any:
+        found = super()._eval_once(*arguments)
+        ranks = meeting.gather_objects([float(one) for one in found], "accuracy")
+        means = tuple(sum(values) / len(values) for values in zip(*ranks, strict=True))
+        if world().rank == 0 and world().size > 1:
+            print(f"Accuracy of {world().size} ranks @ 1 = {means[0]:.4f} Accuracy @ 5 = {means[1]:.4f}", flush=True)
+        return means
+
+
 def _joined(base: Any, managers: Any) -> Any:
-    """`base`, a BenchmarkCNN, as one that every rank runs with the others; `managers` is what it has managers from."""
-
-    class BenchmarkCNN(base):  # type: ignore[misc]
-        """One worker of as many as there are ranks."""
-
-        params: Any
-        job_name: Any
-        task_index: Any
-        num_workers = property(lambda self: world().size, lambda self, value: None)
-        """The number of ranks, whatever is assigned. Local."""
-        single_session = property(lambda self: self._in_loop, lambda self, value: None)
-        """Whether a step of all is one in this rank's count: in the loop. No rank builds another's graph."""
-        _in_loop = False
-
-        def __init__(self, params: Any, *arguments: Any, **more: Any) -> None:
-            params = _plain(params)
-            wanted = params.variable_update
-            own = {"tf_random_seed": params.tf_random_seed + (world().rank if wanted != "horovod" else 0)}
-            if world().rank:
-                own |= {name: value for name, value in _FILES.items() if hasattr(params, name)}
-                own["eval_dir"] = tempfile.mkdtemp(prefix="hvdvars-eval-")
-            # Masters ask for a cluster; the rest of their set-up is that of parameter_server.
-            first = "parameter_server" if wanted == "distributed_replicated" else wanted
-            super().__init__(params._replace(variable_update=first, **own), *arguments, **more)
-            if first != wanted:
-                self.params = self.params._replace(variable_update=wanted)
-                self.variable_mgr = managers.VariableMgrDistributedReplicated(self)
-                self.devices = self.variable_mgr.get_devices()
-            self._check_saving()
-            self._count_all_examples()
-
-        def _check_saving(self) -> None:
-            if world().size > 1 and self.params.save_model_secs and getattr(self.variable_mgr, "partly", False):
-                raise ValueError(
-                    f"save_model_secs={self.params.save_model_secs}: a timer of rank 0 cannot save what owners have, "
-                    f"in variable_update={self.params.variable_update}. Use save_model_steps."
-                )
-
-        def _count_all_examples(self) -> None:
-            """Evaluate after so many epochs of all ranks."""
-            every = self.params.eval_during_training_every_n_epochs
-            epochs = self.params.eval_during_training_at_specified_epochs
-            if every:
-                count = math.ceil((self.num_epochs - every) / every)
-                epochs = [every * (k + 1) for k in range(max(0, count))]
-            if every or epochs:
-                examples = self.dataset.num_examples_per_epoch("train")
-                step = self.batch_size * world().size
-                self.eval_during_training_at_specified_steps = {
-                    int(float(epoch) * examples + step - 1) // step for epoch in epochs
-                }
-
-        def get_input_preprocessor(self) -> Any:
-            """The preprocessor of this rank's share. Local."""
-            with self._as_worker():
-                return super().get_input_preprocessor()
-
-        @contextlib.contextmanager
-        def _as_worker(self) -> Iterator[None]:
-            before = self.job_name, self.task_index
-            self.job_name, self.task_index = "worker", world().rank
-            try:
-                yield
-            finally:
-                self.job_name, self.task_index = before
-
-        def _build_graph(self) -> Any:
-            info = super()._build_graph()
-            self._before_save = tf.group(*self.variable_mgr.get_pre_save_ops(), name="hvdvars_before_save")
-            return info
-
-        def _benchmark_graph(self, graph_info: Any, eval_graph_info: Any) -> Any:
-            kept = self.params
-            if world().rank:
-                self.params = kept._replace(train_dir=None)
-            self._kept = kept
-            try:
-                return super()._benchmark_graph(graph_info, eval_graph_info)
-            finally:
-                self.params = kept
-
-        def benchmark_with_session(self, sess: Any, supervisor: Any, *arguments: Any) -> Any:
-            """Train. Collective: every rank runs it, and takes part in saving."""
-            saver = supervisor.saver and _EveryRankSaves(supervisor.saver, self._before_save)
-            hidden, self.params = self.params, self._kept
-            self._in_loop = True
-            try:
-                return super().benchmark_with_session(sess, _SupervisorOfAll(supervisor, saver), *arguments)
-            finally:
-                self.params = hidden
-                self._in_loop = False
-
-        def _eval_once(self, *arguments: Any) -> Any:
-            found = super()._eval_once(*arguments)
-            ranks = meeting.gather_objects([float(one) for one in found], "accuracy")
-            means = tuple(sum(values) / len(values) for values in zip(*ranks, strict=True))
-            if world().rank == 0 and world().size > 1:
-                print(
-                    f"Accuracy of {world().size} ranks @ 1 = {means[0]:.4f} Accuracy @ 5 = {means[1]:.4f}", flush=True
-                )
-            return means
-
-    BenchmarkCNN.__name__ = BenchmarkCNN.__qualname__ = "BenchmarkCNN"
-    return BenchmarkCNN
+    """`base`, a BenchmarkCNN, as one that every rank runs with the others."""
+    return type("BenchmarkCNN", (_Worker, base), {"managers": managers})
