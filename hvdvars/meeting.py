@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdvars.collectives import all_gather, evaluate
+from hvdvars.collectives import all_gather
+from hvdvars.graphs import evaluate
 from hvdvars.session import require_started, world
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdvars import check, collectives, getters, meeting, owner, paramdevices, savable, scaling, sparse, towers
+from hvdvars import check, collectives, getters, graphs, meeting, owner, paramdevices, savable, scaling, sparse, towers
 from hvdvars.manager import Use, device_of
 from hvdvars.options import Options
 from hvdvars.session import world
@@ -108,7 +108,7 @@ class OwnerTowers(TowerMgr):
                 "use placement='variables'"
             )
         use, sums = self._tower_use("get_gradients_to_apply", gradient_state, self._add_towers)
-        with device_of(self.options), collectives.watched() as self._sent[use.number]:
+        with device_of(self.options), graphs.watched() as self._sent[use.number]:
             mine = owner.reduce_to_owners(use.plan, sums, wide=bool(self.options.copy_dtype))
             if self.benchmark_cnn.enable_auto_loss_scale:
                 wrong = tf.cast(tf.logical_not(scaling.all_finite(mine)), tf.float32)
