@@ -256,8 +256,8 @@ class TowerMgr(VariableMgr):
         key = (tuple(id(variable) for variable in variables), kinds)
         if key not in self._tower_uses:
             use = self._first_tower_use(function, sums, variables, kinds)
-            counts = meeting.gather_objects(len(gradients), "towers")
             if self._averages():
+                counts = meeting.gather_objects(len(gradients), "towers")
                 use.factor = world().size / sum(counts)  # the plan's mean is over ranks
             self._tower_uses[key] = use
         use = self._tower_uses[key]
