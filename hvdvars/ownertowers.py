@@ -220,7 +220,8 @@ class MasterTowers(OwnerTowers):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._masters: dict[int, Any] = {}
+        # By the id of the variable in the graph; `masters` is for eager mode.
+        self._graph_masters: dict[int, Any] = {}
 
     def each_tower_has_variables(self) -> bool:
         """See `TowerMgr`. Local."""
@@ -258,14 +259,14 @@ class MasterTowers(OwnerTowers):
         return self._master_dtype(variable) if trained else super()._saved_dtype(variable)
 
     def _master_of(self, variable: Any) -> Any:
-        if id(variable) not in self._masters:
-            self._masters[id(variable)] = v1.get_variable(
+        if id(variable) not in self._graph_masters:
+            self._graph_masters[id(variable)] = v1.get_variable(
                 f"{getters.SHADOW_PREFIX}/{check.name_of(variable)}",
                 initializer=tf.cast(variable.initial_value, self._master_dtype(variable)),
                 trainable=True,
                 use_resource=self.use_resource_vars,
             )
-        return self._masters[id(variable)]
+        return self._graph_masters[id(variable)]
 
     def _master_dtype(self, variable: Any) -> tf.DType:
         dtype = check.dtype_of(variable)
