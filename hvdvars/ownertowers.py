@@ -35,6 +35,8 @@ class OwnerTowers(TowerMgr):
         self._kept_elsewhere: dict[Any, list[tuple[str, int, tuple[int, ...], str]]] = {}
         # By the use's number: the collectives of its last reduction.
         self._sent: dict[int, list[tf.Operation]] = {}
+        # By id: what rank 0 calls an optimizer's counter. The graph numbers counters, and not every rank has them all.
+        self._counters: dict[int, tuple[Any, str]] = {}
 
     def each_tower_has_variables(self) -> bool:
         """See `TowerMgr`. Local."""
@@ -65,6 +67,7 @@ class OwnerTowers(TowerMgr):
             super().append_apply_gradients_ops(gradient_state, opt, grads, applied, loss_scale_params)
         if world().rank == 0:
             self._apply_never(opt, self._others(use))
+        self._name_counters(opt)
         self._tell_kept([*made, *self._own_masters(use)])
         # A rank sends its gradients also where it applies none of what it receives.
         training_ops.extend([*applied, *self._sent[use.number]])
@@ -136,6 +139,19 @@ class OwnerTowers(TowerMgr):
         """Let the optimizer make what it keeps for these variables, which is saved here; the updates are not run."""
         if variables:
             opt.apply_gradients([(tf.zeros(check.shape_of(one), check.dtype_of(one)), one) for one in variables])
+
+    def _name_counters(self, opt: Any) -> None:
+        """Let what an optimizer keeps once, for all variables, have rank 0's name. Collective."""
+        found = list(getattr(opt, "_non_slot_variables", list)())
+        mine = [one for one in found if one.graph is v1.get_default_graph()]
+        ranks = meeting.gather_objects([check.name_of(one) for one in mine], "counters")
+        self._counters.update({id(one): (one, name) for one, name in zip(mine, ranks[0], strict=False)})
+
+    def _aliases(self) -> dict[int, str]:
+        return {key: name for key, (_, name) in self._counters.items()}
+
+    def _saved_name(self, variable: Any) -> str:
+        return self._aliases().get(id(variable)) or super()._saved_name(variable)
 
     def _tell_kept(self, made: list[Any]) -> None:
         """Find out which rank has the value of each thing that only an owner updates. Collective."""
