@@ -248,9 +248,8 @@ class VariableMgr:
     ) -> Use:
         number = len(self._uses)
         forms = self._agree(function, gradients, variables, kinds, number)
-        for variable, form in zip(variables, forms, strict=True):
-            if self.options.average and form.kind != "none":
-                check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
+        if self.options.average:
+            check_means(function, variables, forms)
         whole = reduce.plan_reduction(f"{self._name}.{number}", forms, self.options)
         plan = self._plan(f"{self._name}.{number}.owned", variables, forms, whole)
         return Use(number, list(variables), plan, whole)
@@ -397,6 +396,13 @@ class VariableMgr:
             "optimizer_bytes": sum(optimizer.state_bytes(one) for one in use.optimizers.values()),
             **ranges,
         }
+
+
+def check_means(function: str, variables: Sequence[Variable], forms: Sequence[Form]) -> None:
+    """Refuse means that are not exact, with TypeError; equal on all ranks once these have agreed on forms. Local."""
+    for variable, form in zip(variables, forms, strict=True):
+        if form.kind != "none":
+            check.check_mean(function, check.name_of(variable), check.dtype_of(variable))
 
 
 def in_graph() -> bool:

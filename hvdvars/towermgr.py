@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdvars import agreement, check, graphscale, meeting, reduce, savable, sparse
-from hvdvars.manager import Use, VariableMgr
+from hvdvars.manager import Use, VariableMgr, check_means
 from hvdvars.options import Options
 from hvdvars.session import require_started, world
 from hvdvars.types import Gradient
@@ -273,6 +273,8 @@ class TowerMgr(VariableMgr):
             "enable_auto_loss_scale": bool(self.benchmark_cnn.enable_auto_loss_scale),
         }
         forms = agreement.agree(function, settings, sums, variables, kinds, options.sparse)
+        if self._averages():
+            check_means(function, variables, forms)
         name = f"{self._name}.towers{number}"
         whole = reduce.plan_reduction(name, forms, options)
         return Use(number, variables, self._plan(f"{name}.owned", variables, forms, whole), whole)
