@@ -69,8 +69,7 @@ def sum_gradients_all_reduce(
         grads, packing = smalltensors.pack_small_tensors(
             tower_grads, max_bytes=agg_small_grads_max_bytes, max_group=agg_small_grads_max_group
         )
-    merged = allreduce_merge_scope if allreduce_merge_scope > 1 else None
-    options = Options(all_reduce_spec=spec_of(alg, num_shards), allreduce_merge_scope=merged)
+    options = merge(Options(all_reduce_spec=spec_of(alg, num_shards), allreduce_merge_scope=allreduce_merge_scope))
     sums, _ = reduce_towers(options, [[gradient for gradient, _ in tower] for tower in grads])
     pairs = [
         [[total, variable] for total, (_, variable) in zip(tower, before, strict=True)]
@@ -174,10 +173,11 @@ def single_range(text: str, mode: str) -> str:
 def merge(options: Options) -> Options:
     """The options without those that others of them leave nothing to do for. Local.
 
-    tf_cnn_benchmarks takes them together: what has been joined is not packed again, and pieces are pieces.
+    tf_cnn_benchmarks takes them together: what has been joined is not packed again, pieces are pieces, and an algorithm
+    that is no plain all-reduce has no groups.
     """
+    ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
     if options.gradient_repacking:
-        ranges = spec.parse(options.all_reduce_spec) if options.all_reduce_spec else ()
         whole = spec.unparse([replace(part, shards=1) for part in ranges]) or None
         return replace(
             options,
@@ -188,6 +188,7 @@ def merge(options: Options) -> Options:
         )
     if not options.agg_small_grads_max_bytes:
         options = replace(options, agg_small_grads_max_group=None)
-    if (options.allreduce_merge_scope or 1) <= 1 or options.agg_small_grads_max_bytes:
+    grouped = all(part.shards == 1 and part.alg in ("xring", "nccl", "collective") for part in ranges)
+    if (options.allreduce_merge_scope or 1) <= 1 or options.agg_small_grads_max_bytes or not grouped:
         options = replace(options, allreduce_merge_scope=None)
     return options
