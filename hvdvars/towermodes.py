@@ -106,7 +106,8 @@ class AllReduceTowers(TowerMgr):
         if not values:
             return planned, []
         put, got, warm_up = getters.stage(values, [tf.TensorShape(shape) for shape in shapes], zeros)
-        self._warmup_ops.append(warm_up)
+        here = [one for one in self._warmup_ops if one.graph is put.graph]
+        self._warmup_ops = [*here, warm_up]
         rest = iter(got)
         for index in present:
             if isinstance(planned[index], tf.IndexedSlices):
