@@ -255,6 +255,10 @@ class MasterTowers(OwnerTowers):
         use, mine = self._reduce_towers(device_num, gradient_state)
         owned = owner.owned_variables(use.plan, use.variables)
         pairs = [(gradient, self._master_of(one)) for gradient, one in zip(mine, owned, strict=True)]
+        if world().rank == 0:
+            # It saves all of them, those too that have no gradient here and another owner.
+            for one in use.variables:
+                self._master_of(one)
         return [
             (sparse.cast(gradient, master.dtype.base_dtype), master)
             for gradient, master in pairs
