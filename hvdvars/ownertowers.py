@@ -33,8 +33,8 @@ class OwnerTowers(TowerMgr):
         super().__init__(options)
         # By graph: name, holder, shape and dtype of what an optimizer keeps on one rank only.
         self._kept_elsewhere: dict[Any, list[tuple[str, int, tuple[int, ...], str]]] = {}
-        # By the use's number: the collectives of its last reduction.
-        self._sent: dict[int, list[tf.Operation]] = {}
+        # Of each reduction: its state, its use, its collectives, and the verdict on its gradients.
+        self._reduced: list[tuple[Any, Use, list[tf.Operation], Any]] = []
         # By id: what rank 0 calls an optimizer's counter. The graph numbers counters, and not every rank has them all.
         self._counters: dict[int, tuple[Any, str]] = {}
 
@@ -61,7 +61,7 @@ class OwnerTowers(TowerMgr):
         loss_scale_params: Any = None,
     ) -> None:  # fmt: skip
         """See `TowerMgr`; the owners' new values then go to every rank. Collective."""
-        use = self._use_of(gradient_state)
+        use, sent, self.grad_has_inf_nan = self._found(gradient_state)
         applied: list[Any] = []
         with self._watched() as made, tf.control_dependencies(self._before_apply()):
             super().append_apply_gradients_ops(gradient_state, opt, grads, applied, loss_scale_params)
@@ -70,7 +70,7 @@ class OwnerTowers(TowerMgr):
         self._name_counters(opt)
         self._tell_kept([*made, *self._own_masters(use)])
         # A rank sends its gradients also where it applies none of what it receives.
-        training_ops.extend([*applied, *self._sent[use.number]])
+        training_ops.extend([*applied, *sent])
         with tf.control_dependencies([*applied, *self._before_apply()]), device_of(self.options):
             training_ops.extend(self._publish_towers(use, gradient_state))
 
@@ -111,21 +111,22 @@ class OwnerTowers(TowerMgr):
                 "use placement='variables'"
             )
         use, sums = self._tower_use("get_gradients_to_apply", gradient_state, self._add_towers)
-        with device_of(self.options), graphs.watched() as self._sent[use.number]:
+        with device_of(self.options), graphs.watched() as sent:
             mine = owner.reduce_to_owners(use.plan, sums, wide=bool(self.options.copy_dtype))
             if self.benchmark_cnn.enable_auto_loss_scale:
                 wrong = tf.cast(tf.logical_not(scaling.all_finite(mine)), tf.float32)
                 self.grad_has_inf_nan = collectives.all_reduce(wrong, f"{use.plan.name}.finite") > 0.0
+        self._reduced.append((gradient_state, use, sent, self.grad_has_inf_nan))
         return use, mine
 
     def _add_towers(self, gradients: list[list[Gradient]]) -> list[Gradient]:
         return towers.sum_all_towers(gradients, [self.benchmark_cnn.param_server_device])
 
-    def _use_of(self, gradient_state: Any) -> Use:
-        variables = tuple(id(variable) for _, variable in gradient_state[0])
-        for (known, _), use in self._tower_uses.items():
-            if known == variables:
-                return use
+    def _found(self, gradient_state: Any) -> tuple[Use, list[tf.Operation], Any]:
+        """What was reduced from this very state: two of them may have the same variables."""
+        for state, *found in reversed(self._reduced):
+            if state is gradient_state:
+                return tuple(found)
         raise RuntimeError(
             "append_apply_gradients_ops: call get_gradients_to_apply first, with the same gradient_state, on every rank"
         )
