@@ -23,11 +23,11 @@ class IndependentTowers(TowerMgr):
         return self.benchmark_cnn.devices, device_grads
 
     def get_gradients_to_apply(self, device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
-        """See `TowerMgr`. The loss scale follows the first tower's gradients. Local."""
-        pairs = gradient_state[device_num]
+        """See `TowerMgr`. The loss scale follows the first tower's gradients. Local. Raises ValueError as there."""
+        pairs = _of_tower(device_num, gradient_state)
         if self.benchmark_cnn.enable_auto_loss_scale and device_num == 0:
             self.grad_has_inf_nan = tf.logical_not(scaling.all_finite([gradient for gradient, _ in pairs]))
-        return list(pairs)
+        return pairs
 
     def _saved(self) -> list[savable.Saved]:
         # No tower stands for another: those after the first are saved under their whole names.
@@ -71,11 +71,7 @@ class AllReduceTowers(TowerMgr):
 
     def get_gradients_to_apply(self, device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
         """See `TowerMgr`. Local. Raises ValueError where there is no such tower."""
-        if not 0 <= device_num < len(gradient_state):
-            raise ValueError(
-                f"get_gradients_to_apply: device_num must be from 0 to {len(gradient_state) - 1}, got {device_num}"
-            )
-        return list(gradient_state[device_num])
+        return _of_tower(device_num, gradient_state)
 
     def get_post_init_ops(self) -> list[Any]:
         """See `TowerMgr`; and the zeros that wait before the first step, if gradients are late. Collective."""
@@ -122,6 +118,14 @@ def _parts(gradient: Any, shape: tuple[int, ...]) -> list[tuple[tf.Tensor, tuple
     if isinstance(gradient, tf.IndexedSlices):
         return [(gradient.values, (None, *shape[1:])), (tf.cast(gradient.indices, tf.int64), (None,))]
     return [(gradient, shape)]
+
+
+def _of_tower(device_num: int, gradient_state: Any) -> list[tuple[Gradient, Any]]:
+    if not 0 <= device_num < len(gradient_state):
+        raise ValueError(
+            f"get_gradients_to_apply: device_num must be from 0 to {len(gradient_state) - 1}, got {device_num}"
+        )
+    return list(gradient_state[device_num])
 
 
 def _same(values: tf.Tensor) -> tf.Tensor:
