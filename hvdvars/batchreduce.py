@@ -25,15 +25,20 @@ class _Place:
         raise TypeError(f"{self.name} is a tensor, not a variable")
 
 
-def reduce_towers(options: Options, tower_tensors: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[Any]]:
-    """The sums of tensors over towers and ranks, for each tower, and what has to run once before.
+def reduce_towers(
+    options: Options, tower_tensors: Sequence[Sequence[Any]], topology: Any = None, mean: bool = False
+) -> tuple[list[list[Any]], list[Any]]:
+    """The sums (or means) of tensors over towers and ranks, for each tower, and what has to run once before.
 
+    `topology` is that of the towers' devices, for `hierarchical_copy`.
     `tower_tensors[t][i]` is tensor i of tower t. Collective: every rank of the group calls it in the same order, while
     it builds the graph. Raises as `TowerMgr.preprocess_device_grads`, and as `mgr.check_build`.
     """
     collectives.init()
     mgr.check_build(options)
     manager = mgr.VariableMgrLocalReplicated(replace(options, local_towers=len(tower_tensors)))
+    manager.tower_average = mean
+    manager.benchmark_cnn.network_topology = topology
     first = tower_tensors[0]
     places = [_Place(f"tensor{index}", one.shape, one.dtype) for index, one in enumerate(first)]
     towers_ = [[(tensor, place) for tensor, place in zip(tower, places, strict=True)] for tower in tower_tensors]
@@ -81,6 +86,9 @@ def sum_gradients_all_reduce(
 class BatchAllReduceAlgorithm:
     """Sums lists of tensors over towers and ranks, in one of the ways below."""
 
+    _network_topology: Any = None
+    _use_mean = False
+
     def _options(self) -> Options:
         raise NotImplementedError
 
@@ -105,16 +113,15 @@ class BatchAllReduceAlgorithm:
             compact_gradient_transfer=compact_tensors,
             variable_consistency="relaxed" if defer_tensors else "strong",
         )
-        return reduce_towers(merge(options), all_device_tensors)
+        return reduce_towers(merge(options), all_device_tensors, self._network_topology, self._use_mean)
 
 
 class CopyToDeviceAlgorithm(BatchAllReduceAlgorithm):
-    """Towers are summed on the devices given, in turn."""
+    """Towers are summed (or averaged) on the devices given, in turn."""
 
     def __init__(self, devices_to_reduce_on: Sequence[str], use_mean: bool = False) -> None:
-        if use_mean:
-            raise ValueError("CopyToDeviceAlgorithm: use_mean=True; sums only are made here, divide them yourself")
         self._devices = list(devices_to_reduce_on)
+        self._use_mean = use_mean
 
     def _options(self) -> Options:
         on_gpu = any("gpu" in device.lower() for device in self._devices)

@@ -35,6 +35,8 @@ class LocalTowers:
     param_server_device: str
     local_parameter_device_flag: str
     enable_auto_loss_scale: bool
+    network_topology: Any = None
+    """How the devices are linked, as `towers.sum_hierarchically` takes it; None: as in a DGX-1."""
 
     @property
     def num_gpus(self) -> int:

@@ -83,7 +83,8 @@ class AllReduceTowers(TowerMgr):
         return towers.sum_all_towers(gradients, self._sum_devices())
 
     def _topology(self) -> Any:
-        return getattr(getattr(self.benchmark_cnn, "params", None), "network_topology", None) or "dgx1"
+        local = self.benchmark_cnn
+        return getattr(getattr(local, "params", local), "network_topology", None) or "dgx1"
 
     def _sum_devices(self) -> list[str]:
         local = self.benchmark_cnn
