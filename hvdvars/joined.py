@@ -75,7 +75,9 @@ def _with_own_devices(create_config_proto: Any) -> Any:
         del config.device_filters[:]
         config.experimental.collective_group_leader = ""
         if params.device == "gpu" and params.variable_update != "horovod":
-            first = world().local_rank * params.num_gpus
+            # A launcher may have left this process no GPUs but its own.
+            shared = len(tf.config.list_physical_devices("GPU")) > params.num_gpus
+            first = world().local_rank * params.num_gpus if shared else 0
             config.gpu_options.visible_device_list = ",".join(str(first + k) for k in range(params.num_gpus))
         return config
 
