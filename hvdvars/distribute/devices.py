@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 from tensorflow.python.distribute import device_util
 
@@ -29,5 +31,5 @@ def current() -> str:
 def list_local(kind: str | None = None) -> list[str]:
     """This process's logical devices of a kind, `CPU` or `GPU`; by default its GPUs, or else its CPUs. Local."""
     kinds = [kind] if kind else ["GPU", "CPU"]
-    found = next((devices for one in kinds if (devices := tf.config.list_logical_devices(one))), [])
+    found: list[Any] = next((devices for one in kinds if (devices := tf.config.list_logical_devices(one))), [])
     return [canonicalize(device.name) for device in found]

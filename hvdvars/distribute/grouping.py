@@ -32,7 +32,7 @@ def select_device(device: str, structured: Any) -> Any:
 
     Raises ValueError where one has none for it.
     """
-    return _map(lambda leaf: leaf.get(device) if isinstance(leaf, DistributedValues) else leaf, structured)
+    return map_leaves(lambda leaf: leaf.get(device) if isinstance(leaf, DistributedValues) else leaf, structured)
 
 
 def select_device_mirrored(device: str, structured: Any) -> Any:
@@ -50,18 +50,18 @@ def select_device_mirrored(device: str, structured: Any) -> Any:
             )
         return leaf.get(device)
 
-    return _map(select, structured)
+    return map_leaves(select, structured)
 
 
 def update_regroup(strategy: Any, updates: Mapping[str, Any], should_group: bool = True) -> Any:
-    """What an update made on each device, as one nest of mirrored values, each of which runs the updates of all devices.
+    """What an update made on each device, as a nest of mirrored values: to run one is to run the updates of all.
 
     With `should_group=False` each leaf is the list of its values instead, in the order of the devices. Local.
     Raises ValueError as in `regroup`.
     """
     regrouped = regroup(updates, Mirrored)
     if not should_group:
-        return _map(strategy.unwrap, regrouped)
+        return map_leaves(strategy.unwrap, regrouped)
 
     def group(leaf: Any) -> Any:
         if not isinstance(leaf, DistributedValues):
@@ -76,7 +76,7 @@ def update_regroup(strategy: Any, updates: Mapping[str, Any], should_group: bool
                 index[device] = tf.identity(leaf.get(device))
         return Mirrored(index)
 
-    return _map(group, regrouped)
+    return map_leaves(group, regrouped)
 
 
 def value_container(value: Any) -> Any:
@@ -103,9 +103,7 @@ def _regroup(per_device: dict[str, Any], wrap: Callable[[Mapping[str, Any]], Any
             _regroup({device: nest[i] for device, nest in per_device.items()}, wrap, f"{path}[{i}]")
             for i in range(len(first))
         ]
-        if hasattr(first, "_fields"):
-            return type(first)._make(parts)  # type: ignore[attr-defined]
-        return parts if isinstance(first, list) else tuple(parts)
+        return _sequence_like(first, parts)
     if isinstance(first, dict):
         _check_alike(per_device, path, "keys", lambda nest: sorted(nest, key=str))
         return {
@@ -163,13 +161,17 @@ def _check_parts(per_device: dict[str, Any], container: Any, path: str) -> None:
             )
 
 
-def _map(function: Callable[[Any], Any], nest: Any) -> Any:
-    """`tf.nest.map_structure` that takes distributed values for leaves, whatever they can do."""
+def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The nest with `function` of each leaf; unlike in `tf.nest`, a distributed value is always a leaf. Local."""
     if isinstance(nest, (list, tuple)):
-        parts = [_map(function, part) for part in nest]
-        if hasattr(nest, "_fields"):
-            return type(nest)._make(parts)  # type: ignore[attr-defined]
-        return parts if isinstance(nest, list) else tuple(parts)
+        parts = [map_leaves(function, part) for part in nest]
+        return _sequence_like(nest, parts)
     if isinstance(nest, dict):
-        return {key: _map(function, part) for key, part in nest.items()}
+        return {key: map_leaves(function, part) for key, part in nest.items()}
     return function(nest)
+
+
+def _sequence_like(nest: Any, parts: list[Any]) -> Any:
+    if hasattr(nest, "_fields"):
+        return type(nest)._make(parts)
+    return parts if isinstance(nest, list) else tuple(parts)

@@ -48,7 +48,7 @@ class DistributedValues:
         return list(self._index)
 
     @property
-    def values(self) -> list[Any]:
+    def parts(self) -> list[Any]:
         """The values in the order of `devices`. Local."""
         return list(self._index.values())
 
